@@ -32,12 +32,12 @@ Args args_of(int64_t* data, int64_t parameter = 0) {
 
 // Each thread fills its share and, after the barrier, reads its neighbour's.
 void fill_then_read(const Args& args, Team& team) {
-  int64_t* const data = args.tensor(0).as<int64_t>();
+  int64_t* const data = args.tensors[0].as<int64_t>();
   const auto [begin, end] = team.share(kItems, 7);
-  for (int64_t i = begin; i < end; ++i) data[i] = i + args.integer(0);
+  for (int64_t i = begin; i < end; ++i) data[i] = i + args.ints[0];
   team.barrier();
   for (int64_t i = 0; i < kItems; ++i) {
-    if (data[i] != i + args.integer(0)) throw Error("a write before the barrier is not seen after it");
+    if (data[i] != i + args.ints[0]) throw Error("a write before the barrier is not seen after it");
   }
   team.barrier();
 }
@@ -46,13 +46,13 @@ void increment(const Args& args, Team& team) {
   // Reversed shares: a call reads what another thread wrote in the call before.
   const Team mirrored(nullptr, team.count - 1 - team.index, team.count);
   const auto [begin, end] = mirrored.share(kItems);
-  for (int64_t i = begin; i < end; ++i) ++args.tensor(0).as<int64_t>()[i];
+  for (int64_t i = begin; i < end; ++i) ++args.tensors[0].as<int64_t>()[i];
 }
 
 // The thread named by the argument fails while the others wait.
 void fail_on_one(const Args& args, Team& team) {
   team.barrier();
-  if (team.index == args.integer(0)) throw Error("thread " + std::to_string(team.index));
+  if (team.index == args.ints[0]) throw Error("thread " + std::to_string(team.index));
   team.barrier();
   team.barrier();
 }
@@ -118,7 +118,7 @@ void test_scratch(int threads, bool spin) {
   Pool& pool = Pool::instance();
   pool.start({}, threads, spin);
   const Kernel kernel = [](const Args& args, Team& team) {
-    const size_t bytes = static_cast<size_t>(args.integer(0));
+    const size_t bytes = static_cast<size_t>(args.ints[0]);
     void* const own = team.scratch(bytes);
     std::memset(own, team.index, bytes);
     team.barrier();
@@ -190,7 +190,7 @@ void test_pinning(int threads, bool spin) {
   const Kernel kernel = [](const Args& args, Team& team) {
     cpu_set_t set;
     sched_getaffinity(0, sizeof(set), &set);
-    if (CPU_COUNT(&set) == 1) args.tensor(0).as<int64_t>()[team.index] = sched_getcpu();
+    if (CPU_COUNT(&set) == 1) args.tensors[0].as<int64_t>()[team.index] = sched_getcpu();
   };
   const Call call{kernel, args_of(seen.data())};
   pool.run(&call, 1);

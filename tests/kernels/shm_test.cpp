@@ -65,13 +65,16 @@ struct Rank {
   int rank;
   int64_t pauses, timeout_ms;
 
-  // Runs the kernel on all of the rank's threads at once, as the pool would.
-  void call(const char* kernel, std::vector<Tensor> tensors, std::vector<int64_t> more = {}, double real = 0) const {
+  // Runs the kernel on all of the rank's threads at once, as the pool would. inputs, numbers: those before the segment.
+  void call(const char* kernel, std::vector<Tensor> inputs, std::vector<Tensor> outputs = {},
+            std::vector<int64_t> numbers = {}, double real = 0) const {
     Args args;
-    tensors.push_back(segment.tensor());
-    for (const Tensor& tensor : tensors) args.tensors[args.num_tensors++] = tensor;
-    for (int64_t i : {int64_t{rank}, pauses, timeout_ms}) args.ints[args.num_ints++] = i;
-    for (int64_t i : more) args.ints[args.num_ints++] = i;
+    inputs.push_back(segment.tensor());
+    for (const auto* tensors : {&inputs, &outputs}) {
+      for (const Tensor& tensor : *tensors) args.tensors[args.num_tensors++] = tensor;
+    }
+    numbers.insert(numbers.end(), {int64_t{rank}, pauses, timeout_ms});
+    for (int64_t i : numbers) args.ints[args.num_ints++] = i;
     args.floats[args.num_floats++] = real;
     static const Isa isa = isa_obstacle(Isa::avx512).empty() ? Isa::avx512 : Isa::avx2;
     const Kernel run = find_kernel(kernel_id(kernel), isa);
@@ -132,9 +135,8 @@ void norms(const Rank& self, int round) {
       for (int rank = 0; rank < self.segment.ranks; ++rank) total[i] += value(rank, i, round + 5 * time);
     }
     self.call("shm_add_rms_norm",
-              {matrix_of(x, rows, width), matrix_of(residual, rows, width), vector_of(weight, DType::f32),
-               matrix_of(out, rows, width)},
-              {0}, 1e-5);
+              {matrix_of(x, rows, width), matrix_of(residual, rows, width), vector_of(weight, DType::f32)},
+              {matrix_of(out, rows, width)}, {0, 0}, 1e-5);
     for (int64_t row = 0; row < rows; ++row) {
       double squares = 0;
       for (int64_t i = row * width; i < (row + 1) * width; ++i) squares += double{total[i]} * total[i];
@@ -151,10 +153,10 @@ void moves(const Rank& self, int round) {
     for (int64_t i = 0; i < n; ++i) x[i] = static_cast<uint8_t>(value(self.rank, i, round));
     Tensor all = vector_of(everyone, DType::u8);
     all = {all.data, DType::u8, 2, {ranks, n}, {n, 1}};
-    self.call("shm_all_gather", {vector_of(x, DType::u8), all});
+    self.call("shm_all_gather", {vector_of(x, DType::u8)}, {all});
     for (int64_t i = 0; i < n * ranks; ++i) EXPECT(everyone[i] == value(static_cast<int>(i / n), i % n, round));
     const int root = round % ranks;
-    self.call("shm_broadcast", {vector_of(x, DType::u8)}, {root});
+    self.call("shm_broadcast", {vector_of(x, DType::u8)}, {}, {root});
     for (int64_t i = 0; i < n; ++i) EXPECT(x[i] == value(root, i, round));
   }
   // Rank r has r columns less than the room for them.
@@ -165,7 +167,7 @@ void moves(const Rank& self, int round) {
   std::vector<float> whole(static_cast<size_t>(rows * starts.back()));
   for (int64_t i = 0; i < rows * width; ++i) part[i] = value(self.rank, i, round);
   self.call("shm_gather_columns",
-            {matrix_of(part, rows, width), vector_of(starts, DType::i64), matrix_of(whole, rows, starts.back())});
+            {matrix_of(part, rows, width), vector_of(starts, DType::i64)}, {matrix_of(whole, rows, starts.back())});
   for (int64_t row = 0; row < rows; ++row) {
     for (int rank = 0; rank < ranks; ++rank) {
       for (int64_t column = 0; column < width - rank; ++column) {
@@ -216,14 +218,14 @@ void lost(int ranks, int64_t pauses, bool told) {
 
 void add_one(const Args& args, Team& team) {
   // Reversed shares: a launch reads what another thread wrote in the launch before.
-  const Tensor& x = args.tensor(0);
+  const Tensor& x = args.tensors[0];
   const Team mirrored(nullptr, team.count - 1 - team.index, team.count);
-  const auto [begin, end] = (args.integer(0) % 2 ? mirrored : team).share(x.size[0]);
+  const auto [begin, end] = (args.ints[0] % 2 ? mirrored : team).share(x.size[0]);
   for (int64_t i = begin; i < end; ++i) ++x.as<int64_t>()[i];
 }
 
 void refuse(const Args& args, Team& team) {
-  if (*args.tensor(0).as<int64_t>() < 0 && team.index == team.count - 1) throw Error("negative");
+  if (*args.tensors[0].as<int64_t>() < 0 && team.index == team.count - 1) throw Error("negative");
 }
 
 // Many launches, replayed as a whole, in parts and with profiling. A launch that fails ends a run; the next run works.

@@ -43,7 +43,7 @@ def test_a_reference_has_the_arguments_of_its_contract(contract: Contract) -> No
 
 @needs_compiled
 def test_a_core_of_other_sources_is_refused() -> None:
-    core.kernel("silu", ["const Tensor& x", "const Tensor& out"])
+    core.kernel("silu", "const Tensor& x, const Tensor& out")
     with pytest.raises(
         KernelError,
         match=r"^silu: expected a kernel compiled with \(const Tensor& x, float eps, const Tensor& y\), found "

@@ -112,19 +112,17 @@ def test_sums_near_the_limit_of_int32_are_exact(rung: str) -> None:
 def test_epilogue(rung: str, m: int) -> None:
     x, plain, bias = randn(m, 70).to(BF16), randn(192, 70, seed=1), randn(192, seed=2)
     sums = product(x, plain) + bias
-    residual = randn(m, 192, seed=3).to(BF16)
-    found = linear(x, packed(plain), bias, residual=residual, activation="gelu", out_dtype=F32)
-    assert torch.allclose(found, functional.gelu(sums) + residual.float(), atol=1e-5, rtol=1e-5)
+    found = linear(x, packed(plain), bias, activation="gelu", out_dtype=F32)
+    assert torch.allclose(found, functional.gelu(sums), atol=1e-5, rtol=1e-5)
     gate, up = sums.view(m, 3, 2, 32).unbind(2)
-    found = linear(x, packed(plain), bias, residual=residual[:, :96], activation="silu_mul", out_dtype=F32)
-    expected = (functional.silu(gate) * up).flatten(1) + residual[:, :96].float()
-    assert torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
+    found = linear(x, packed(plain), bias, activation="silu_mul", out_dtype=F32)
+    assert torch.allclose(found, (functional.silu(gate) * up).flatten(1), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("k", [100, 1300])
 def test_results_without_an_epilogue_of_many_rows(rung: str, k: int, threads: int) -> None:
-    """Large bf16 results without bias or residual have code of their own, with non-temporal stores."""
+    """Large bf16 results without bias have code of their own, with non-temporal stores."""
     if rung == "reference":
         pytest.skip("writes in one way")
     core.start_pool(None, threads, spin=False)
@@ -172,14 +170,6 @@ def test_any_number_of_rows(rung: str, threads: int) -> None:
         assert found[~numbers[:m]].isnan().all(), f"{m} rows"
 
 
-def test_more_than_two_dims_and_none(rung: str) -> None:
-    x, weight = randn(2, 3, 5, 40).to(BF16), packed(randn(24, 40, seed=1))
-    result = linear(x, weight)
-    assert result.shape == (2, 3, 5, 24)
-    assert torch.equal(linear(x.transpose(0, 2), weight), result.transpose(0, 2))
-    assert linear(x[:, :0], weight).shape == (2, 0, 5, 24)
-
-
 @pytest.mark.parametrize("source", [F32, BF16, torch.float16, F64, torch.float8_e4m3fn])
 def test_write(rung: str, source: torch.dtype) -> None:
     """Any dtype and strides, rows in any order."""
@@ -215,7 +205,7 @@ def test_quantising_a_quantised_weight_changes_nothing(rung: str) -> None:
     """Quantising dequantised weights again changes no code."""
     weight = packed(randn(40, 90))
     again = packed(weight.unpack())
-    assert all(torch.equal(a, b) for a, b in zip(again.operands()[:1], weight.operands()[:1], strict=True))
+    assert torch.equal(again.codes, weight.codes)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 31), (64, 64), (70, 1100)])
@@ -230,14 +220,14 @@ def test_embedding(rung: str, n: int, k: int) -> None:
 
 def test_nbytes_is_what_is_allocated(rung: str) -> None:
     weight = Int8().empty(33, 65)
-    assert Int8().nbytes(33, 65) == sum(operand.nbytes for operand in weight.operands())
+    assert Int8().nbytes(33, 65) == weight.codes.nbytes + weight.scales.nbytes + weight.sums.nbytes
     assert Int8().nbytes(33, 65) == (33 * (65 + 4) if rung == "reference" else 64 * (128 + 8))
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda w: linear(torch.zeros(2, 8), w), r"linear: x: expected \[\.\.\., 8\] torch.bfloat16"),
+        (lambda w: linear(torch.zeros(2, 8), w), "linear: x: expected dtype bfloat16, found float32"),
         (lambda w: w.write(torch.zeros(2, 8), 3), r"whole rows inside \[4, 8\], found \[2, 8\] at row 3"),
         (lambda w: w.write(torch.zeros(2, 2), 0, 6), r"found \[2, 2\] at row 0, column 6"),
         (lambda w: w.write(torch.zeros(2, 8, dtype=torch.int8)), "matrix of floats"),

@@ -180,7 +180,9 @@ def test_weights_come_back_as_they_were_written(rung: str, dtype: torch.dtype) -
         gate, up = experts.gate_up.unpack(expert), experts.gate_up.unpack(expert, 1)
         assert torch.equal(torch.cat([gate, up]), experts.plain_gate_up[expert])
         assert torch.equal(experts.down.unpack(expert), experts.plain_down[expert])
-    assert PackedExperts.nbytes(4, 45, 70, Float(dtype), parts=2) == experts.gate_up.weight.operands()[0].nbytes
+    packed = experts.gate_up.weight
+    assert isinstance(packed, FloatWeight)
+    assert PackedExperts.nbytes(4, 45, 70, Float(dtype), parts=2) == packed.data.nbytes
     assert not PackedExperts.empty(2, 3, 5, Float(dtype)).unpack(1).any()
 
 

@@ -15,14 +15,18 @@ in the order of the arguments of a call; C++ declares its parameters in the same
     :x                  the dtype of the operand x
     eps:float           a number for the kernel: float, int or bool. An int is a size, too
     n:size, dtype:f32   a size or dtype for the line alone, which the kernel does not get
-    cache.k             an attribute of the argument `cache`; C++ names it cache_k. In sizes and dtypes, too
+    cache.k             an attribute of the argument `cache`, or of an attribute of it; C++ names it cache_k. In sizes
+                        and dtypes, too
+    w:weight            a packed weight of the format `layout`; C++ gets its tensors as fields of one struct
     -> apart out[m, d]  an output whose rows are apart (`core.empty_rows`)
+    -> out[m, d]?       an output that is None if it would be empty, such as working memory
 """
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
@@ -30,17 +34,19 @@ from torch import Tensor
 
 from . import check, core
 from .errors import KernelError
+from .weight import Layout
 
 _DTYPES = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
+    "f16": torch.float16,
     "f64": torch.float64,
     "i64": torch.int64,
     "i32": torch.int32,
     "i8": torch.int8,
     "u8": torch.uint8,
 }
-_NUMBERS = {"int": "i", "bool": "i", "float": "f", "size": "s"}
+_NUMBERS = {"int": "i", "bool": "i", "float": "f", "size": "s", "weight": "w"}
 _PARAMETERS = {"int": "int64_t", "bool": "bool", "float": "float"}
 _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/"}
 
@@ -53,7 +59,7 @@ Size = tuple[tuple[str, int | str], ...]
 @dataclass(frozen=True)
 class _Operand:
     name: str
-    kind: str  # t: tensor, o: output, a: output with rows apart, i: int or bool, f: float, s: size, d: dtype
+    kind: str  # t: tensor, w: weight, o: output, a: output with rows apart, i: int or bool, f: float, s: size, d: dtype
     type: str = ""
     optional: bool = False
     leading: bool = False  # dimensions before the sizes
@@ -78,21 +84,33 @@ class Contract:
     """A kernel with the contract that `line` says.
 
     reference: computes the same in plain torch; it gets the arguments by name. Without one, the caller checks for the
-    rung "reference". kernel: the name of the compiled kernel, if errors have another one.
+    rung "reference". kernel: the name of the compiled kernel, if errors have another one. layout: that of the weights
+    of the line; the name of the kernel then ends with its format.
     Raises KernelError if the compiled core was built from other sources.
     """
 
-    def __init__(self, line: str, reference: Callable[..., object] | None = None, *, kernel: str = "") -> None:
+    def __init__(
+        self,
+        line: str,
+        reference: Callable[..., object] | None = None,
+        *,
+        kernel: str = "",
+        layout: Layout | None = None,
+    ) -> None:
         self.name, _, rest = line.partition(": ")
         inputs, _, outputs = rest.partition("-> ")
         shown = [*_parse(inputs, "t"), *_parse(outputs, "o")]
         self._operands = [*_attributes(shown), *shown]
         self.arguments = list(dict.fromkeys(operand.argument for operand in shown if operand.kind not in "oa"))
         self.reference = reference
+        tensors = [] if layout is None else [*_parse(layout.tensors, "t")]
+        types = _PARAMETERS | ({} if layout is None else {"weight": f"const {layout.record}&"})
         passed = [operand for operand in shown if operand.kind not in "sd"]
-        parameters = [f"{_PARAMETERS.get(each.type, 'const Tensor&')} {each.name.replace('.', '_')}" for each in passed]
-        self.kernel = core.kernel(kernel or self.name.removesuffix("_"), parameters)
-        self._compiled = core.contract(self.name, self._table())
+        parameters = [f"{types.get(each.type, 'const Tensor&')} {each.name.replace('.', '_')}" for each in passed]
+        fields = [" ".join(each.name for each in tensors) for each in passed if each.kind == "w"]
+        default = self.name.removesuffix("_") + ("" if layout is None else f"_{layout.format}")
+        self.kernel = core.kernel(kernel or default, "; ".join([", ".join(parameters), *fields]))
+        self._compiled = core.contract(self.name, self._table(tensors))
 
     def __call__(self, *arguments: object) -> Tensor:
         """Check the arguments, compute, and return the first output."""
@@ -152,9 +170,13 @@ class Contract:
                             sizes[str(size[0][1])] = found
                 dtypes[each.name] = (value.dtype,)
 
-    def _table(self) -> list[tuple[object, ...]]:
-        """Return the operands as csrc/core/contract.h reads them."""
-        names = [each.name for each in self._operands]
+    def _table(self, tensors: list[_Operand]) -> list[tuple[object, ...]]:
+        """Return the operands as csrc/core/contract.h reads them. tensors: those of a weight."""
+        operands: list[_Operand] = []
+        for each in self._operands:
+            parts = [replace(part, name=f"{each.name}.{part.name}") for part in tensors]
+            operands += parts if each.kind == "w" else [each]
+        names = [each.name for each in operands]
         arguments = {name: number for number, name in enumerate(self.arguments)}
         symbols: dict[int | str, int] = {}
 
@@ -165,7 +187,7 @@ class Contract:
             (
                 each.kind,
                 arguments.get(each.argument, -1),
-                each.name.partition(".")[2] or None,
+                [sys.intern(name) for name in each.name.split(".")[1:]],
                 each.optional,
                 core.dtype_bits(each.dtypes),
                 names.index(each.type) if each.type in names else -1,
@@ -173,7 +195,7 @@ class Contract:
                 -1 if each.sizes is None else int(each.leading),
                 [steps(size) for size in each.sizes or ()],
             )
-            for each in self._operands
+            for each in operands
         ]
 
 

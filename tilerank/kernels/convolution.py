@@ -6,7 +6,6 @@ was found.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import core
@@ -14,15 +13,13 @@ from .contract import Contract
 from .errors import KernelError
 from .reference import convolution as reference
 from .weight import Weight, round_up
+from .weight_formats import FLOAT_LAYOUTS
 
 _CONVOLVE_LINE = (
     "convolve_: x m:size n:size bias[n]?:f32|bf16 taps:int dilation:int scale[n]?:f32 residual[m, n]?:f32|bf16 "
-    "out[m, n]?:f32|bf16 frequency[n]?:f32 magnitude[n]?:f32 activated[m, n]?:f32|bf16 weight"
+    "out[m, n]?:f32|bf16 frequency[n]?:f32 magnitude[n]?:f32 activated[m, n]?:f32|bf16 w:weight"
 )
-_CONVOLVE = {
-    torch.float32: Contract(_CONVOLVE_LINE, kernel="convolve_f32"),
-    torch.bfloat16: Contract(_CONVOLVE_LINE, kernel="convolve_bf16"),
-}
+_CONVOLVE = {dtype: Contract(_CONVOLVE_LINE, layout=layout) for dtype, layout in FLOAT_LAYOUTS.items()}
 
 TAP_UNIT = 32
 """Columns of a weight that belong to a tap begin at a multiple of this (csrc/linear/pack.h: kTileK)."""
@@ -101,7 +98,7 @@ def convolve_(
             activated=activated,
         )
         return
-    convolve.run(*arguments, *w.operands())
+    convolve.run(*arguments, w)
 
 
 _CONVOLVE_CHANNELS = Contract(

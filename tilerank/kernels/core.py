@@ -100,18 +100,19 @@ def _use(name: str) -> None:
         _C.set_isa(name)
 
 
-def kernel(name: str, parameters: Sequence[str] | None = None) -> int:
+def kernel(name: str, parameters: str | None = None) -> int:
     """Return the number of a compiled kernel, or -1 without the compiled core.
 
-    parameters: their declarations in C++. Raises KernelError if the kernel was compiled with others.
+    parameters: their declarations in C++ (csrc/core/entry.h). Raises KernelError if the kernel was compiled with
+    others.
     """
     if not _C:
         return -1
     number = _C.kernel(name)
-    if parameters is not None and _C.parameters(number) != ", ".join(("Team& team", *parameters)):
+    if parameters is not None and _C.parameters(number) != f"Team& team, {parameters}":
         raise KernelError(
-            f"{name}: expected a kernel compiled with ({', '.join(parameters)}), found ({_C.parameters(number)}): the "
-            "compiled core is of other sources than the Python code, build it again"
+            f"{name}: expected a kernel compiled with ({parameters}), found ({_C.parameters(number)}): the compiled "
+            "core is of other sources than the Python code, build it again"
         )
     return number
 
@@ -124,20 +125,6 @@ def contract(name: str, operands: list[tuple[object, ...]]) -> "_C.Contract | No
 def dtype_bits(dtypes: Sequence[torch.dtype]) -> int:
     """Return a set of dtypes as csrc/core/contract.h has them."""
     return sum(1 << _DTYPES[dtype] for dtype in dtypes) if _C else 0
-
-
-def launch(
-    kernel: int,
-    tensors: tuple[Tensor | None, ...],
-    ints: tuple[int, ...] = (),
-    floats: tuple[float, ...] = (),
-) -> None:
-    """Run a compiled kernel on all threads of the pool. `isa()` must not be "reference".
-
-    tensors: at most 16, passed without checks or copies (any strides, up to 5 dimensions; None: an absent argument).
-    The caller has checked them. Raises KernelError with what the kernel throws.
-    """
-    _C.launch(kernel, tensors, ints, floats)
 
 
 def start_pool(cores: Sequence[int] | None, threads: int = 1, *, spin: bool) -> None:
@@ -199,9 +186,6 @@ def arena_bytes() -> tuple[int, int]:
     return _C.arena_bytes() if _C else (0, 0)
 
 
-_TOUCH = kernel("touch")
-
-
 def alloc(nbytes: int, *, resident: bool = False) -> Tensor:
     """Return zeroed uint8 [nbytes], 64-byte aligned, in a mapping of its own (huge pages).
 
@@ -213,7 +197,7 @@ def alloc(nbytes: int, *, resident: bool = False) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
     data: Tensor = _C.alloc(nbytes)
     if resident and isa() != "reference":
-        launch(_TOUCH, (data,))
+        _C.touch(data)
     return data
 
 

@@ -31,12 +31,7 @@ from .latent_pages import LatentPages
 from .packed_experts import PackedExperts
 from .reference import latent as reference
 from .weight import round_up
-
-_HEAD_LINEAR = core.kernel("head_linear")
-
-_LINE = 64
-"""Bytes of a cache line."""
-
+from .weight_formats import LAYOUTS
 
 _STORE_LATENT = Contract(
     "store_latent: latent[t, cache.latent_dim]:cache.activations rope_key[t, cache.rope_dim]:latent cache.data "
@@ -164,6 +159,16 @@ def weigh_part(part: Tensor, lse: Tensor, rank: int) -> Tensor:
     return _WEIGH_PART(part, lse, rank)
 
 
+_HEAD_LINEAR = {
+    layout: Contract(
+        "head_linear: x[m, heads, w.k]:w.format.activations w:weight heads:size x_scales[heads, w.k]?:f32 n:size "
+        "scratch_bytes:int bytes:size -> apart out[m, heads, n]:x working[bytes]?:u8",
+        layout=layout,
+    )
+    for layout in LAYOUTS
+}
+
+
 def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None) -> Tensor:
     """Multiply every head of x with a matrix of its own: out[t, h] = x[t, h] @ weight[h].T, as [t, heads, n].
 
@@ -176,23 +181,18 @@ def head_linear(x: Tensor, weight: PackedExperts, x_scales: Tensor | None = None
     Raises KernelError for an argument of another shape or dtype.
     """
     packed = weight.weight
-    check.tensor("head_linear", "x", x, (None, weight.experts, weight.k), packed.format.activations)
+    contract, arguments = _HEAD_LINEAR[packed.format.layout], (x, packed, weight.experts, x_scales, weight.n)
+    contract.check(*arguments)
     if weight.parts != 1:
         raise KernelError(f"head_linear: weight: expected 1 part, found {weight.parts}")
     if x_scales is not None:
         check.tensor("head_linear", "x", x, x.shape, torch.bfloat16)
-        check.tensor("head_linear", "x_scales", x_scales, (weight.experts, weight.k), torch.float32)
     if core.isa() == "reference" or packed.is_plain:
         return reference.head_linear(x, weight, x_scales)
-    m, heads, k = x.shape
-    out = core.empty_rows((m, heads, weight.n), x.dtype)
-    if m:
-        scratch = round_up(packed.scratch(m), _LINE)  # every thread runs the linear kernel for itself
-        own = scratch + (0 if x_scales is None else round_up(m * k * 2, _LINE))
-        working = core.empty((core.num_threads() * own,), torch.uint8) if own else None
-        tensors = (x, x_scales, out, working, *packed.operands())
-        core.launch(_HEAD_LINEAR, tensors, (packed.kernel, scratch))
-    return out
+    # Every thread runs the linear kernel for itself, with working memory in whole cache lines.
+    scratch = round_up(packed.scratch(x.shape[0]), 64)
+    scaled = 0 if x_scales is None else round_up(x.shape[0] * x.shape[2] * 2, 64)
+    return contract(*arguments, scratch, core.num_threads() * (scratch + scaled))
 
 
 _EXPANDED_PAGES = Contract(

@@ -6,14 +6,27 @@ import torch
 from torch import Tensor
 
 from . import check, core
+from .contract import Contract
 from .errors import KernelError
 from .reference import linear as reference
 from .weight import BLOCK_N, Weight
+from .weight_formats import LAYOUTS
 
 Activation = Literal["silu_mul", "gelu", "gelu_tanh"]
 
 _ACTIVATIONS: dict[str | None, int] = {None: 0, "silu_mul": 1, "gelu": 2, "gelu_tanh": 3}
 """Numbers of the enum in csrc/linear/epilogue-inl.h."""
+
+_LINEAR = {
+    (layout, dtype): Contract(
+        "linear: x[m, w.k]:w.format.activations w:weight bias[w.n]?:f32|bf16 activation:int width:size bytes:size "
+        f"-> {out} scratch[bytes]?:u8",
+        layout=layout,
+    )
+    for layout in LAYOUTS
+    # Rows that are apart are more than twice as fast to write; float32 results are logits, which stay contiguous.
+    for dtype, out in ((torch.bfloat16, "apart out[m, width]:bf16"), (torch.float32, "out[m, width]:f32"))
+}
 
 
 def linear(
@@ -21,61 +34,28 @@ def linear(
     w: Weight,
     bias: Tensor | None = None,
     *,
-    residual: Tensor | None = None,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return activation(x[..., k] @ weight[n, k].T + bias[n]) + residual: [..., n], or [..., n / 2] with "silu_mul".
+    """Return activation(x[m, k] @ weight[n, k].T + bias[n]): [m, n], or [m, n / 2] with "silu_mul".
 
-    x: dtype `w.format.activations`; bias: float32 or bfloat16, contiguous; residual: float32 or bfloat16, in the shape
-    of the result; out_dtype: float32 or bfloat16, default x.dtype.
+    x: dtype `w.format.activations`, with contiguous rows; bias: float32 or bfloat16, contiguous; out_dtype: float32 or
+    bfloat16, default x.dtype.
     activation: "gelu" (with erf), "gelu_tanh" (its tanh approximation) or "silu_mul" = silu(gate) * up, where the
     weight and the bias alternate between 32 rows of gate and 32 rows of up.
     All arithmetic is fp32 and the result is rounded once. A row of the result depends only on the same row of x.
     Raises KernelError for an argument of another shape or dtype.
     """
     out_dtype = out_dtype or x.dtype
-    dtypes = check.ACTIVATION_DTYPES
-    sizes = x.shape
-    if x.dtype != w.format.activations or not sizes or sizes[-1] != w.k:
-        raise KernelError(
-            f"linear: x: expected [..., {w.k}] {w.format.activations} for the weight, found {list(x.shape)} {x.dtype}"
-        )
     check.dtype("linear", "out_dtype", out_dtype)
-    if bias is not None and (bias.shape != (w.n,) or bias.dtype not in dtypes or not bias.is_contiguous()):
-        raise KernelError(
-            f"linear: bias: expected contiguous [{w.n}] float32 or bfloat16, found {list(bias.shape)} {bias.dtype}"
-        )
     if activation not in _ACTIVATIONS:
         raise KernelError(f"linear: activation: expected silu_mul, gelu, gelu_tanh or None, found {activation!r}")
-    width = w.n
-    if activation == "silu_mul":
-        width //= 2
-        if w.n % (2 * BLOCK_N):
-            raise KernelError(
-                f"linear: silu_mul: expected a weight of blocks of 32 gate and 32 up rows, found {w.n} rows"
-            )
-    shape = (*sizes[:-1], width)
-    if residual is not None and (residual.shape != shape or residual.dtype not in dtypes):
-        raise KernelError(
-            f"linear: residual: expected {list(shape)} float32 or bfloat16, "
-            f"found {list(residual.shape)} {residual.dtype}"
-        )
+    if activation == "silu_mul" and w.n % (2 * BLOCK_N):
+        raise KernelError(f"linear: silu_mul: expected a weight of blocks of 32 gate and 32 up rows, found {w.n} rows")
+    width = w.n // 2 if activation == "silu_mul" else w.n
+    contract = _LINEAR[w.format.layout, out_dtype]
+    arguments = (x, w, bias, _ACTIVATIONS[activation], width)
     if core.isa() == "reference" or w.is_plain:
-        return reference.linear(x, w, bias, residual=residual, activation=activation, out_dtype=out_dtype)
-    rows = _rows(x)
-    residual = None if residual is None else _rows(residual)
-    m = sizes[0] if rows is x else rows.shape[0]
-    # Padded rows are more than twice as fast to write; float32 results are logits, which stay contiguous.
-    out = (core.empty if out_dtype == torch.float32 else core.empty_rows)((m, width), out_dtype)
-    if m:
-        scratch = w.scratch(m)
-        working = core.empty((scratch,), torch.uint8) if scratch else None
-        core.launch(w.kernel, (rows, bias, residual, out, working, *w.operands()), (_ACTIVATIONS[activation],))
-    return out if rows is x else out.view(shape)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return x as a matrix with contiguous rows."""
-    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # making a view costs as much as the launch
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+        contract.check(*arguments)
+        return reference.linear(x, w, bias, activation=activation, out_dtype=out_dtype)
+    return contract(*arguments, w.scratch(x.shape[0]))

@@ -4,17 +4,20 @@ A row's result depends only on that row. A wrong argument raises KernelError nam
 found.
 """
 
-import torch
 from torch import Tensor
 
-from . import check, core
+from . import core
+from .contract import Contract
 from .errors import KernelError
 from .packed_experts import PackedExperts
 from .reference import moe as reference
-from .weight import BLOCK_N, TILE_ROWS, WORK_QUEUE_BYTES, round_up
+from .weight import TILE_ROWS, WORK_QUEUE_BYTES
+from .weight_formats import LAYOUTS
 
-_SOFTMAX_TOP_K = core.kernel("softmax_top_k")
-_SIGMOID_TOP_K = core.kernel("sigmoid_top_k")
+_SOFTMAX_TOP_K = Contract(
+    "softmax_top_k: logits[m, experts]:f32|bf16 top_k:size renormalize:bool -> ids[m, top_k]:i32 weights[m, top_k]:f32",
+    reference.softmax_top_k,
+)
 
 
 def softmax_top_k(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -24,13 +27,17 @@ def softmax_top_k(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Ten
     equals, and weights [m, top_k] float32: the softmax over all experts in fp32, divided by the sum of the chosen ones
     if `renormalize`, rounded to logits.dtype.
     """
-    check.tensor("softmax_top_k", "logits", logits, (None, None), check.ACTIVATION_DTYPES)
+    _SOFTMAX_TOP_K.check(logits)
     _check_top_k("softmax_top_k", top_k, logits.shape[1])
-    if core.isa() == "reference":
-        return reference.softmax_top_k(logits, top_k, renormalize=renormalize)
-    ids, weights = _choices(logits.shape[0], top_k)
-    core.launch(_SOFTMAX_TOP_K, (logits, ids, weights), (renormalize,))
+    ids, weights = _SOFTMAX_TOP_K.run(logits, top_k, renormalize)
     return ids, weights
+
+
+_SIGMOID_TOP_K = Contract(
+    "sigmoid_top_k: logits[m, experts]:f32 bias[experts]:f32 top_k:size groups:int top_groups:int renormalize:bool "
+    "scale:float -> ids[m, top_k]:i32 weights[m, top_k]:f32",
+    reference.sigmoid_top_k,
+)
 
 
 def sigmoid_top_k(
@@ -44,8 +51,7 @@ def sigmoid_top_k(
     Returns ids [m, top_k] int32 in descending order of c, and weights [m, top_k] float32:
     s * scale, or s / (sum of the chosen s + 1e-20) * scale if `renormalize`.
     """
-    check.tensor("sigmoid_top_k", "logits", logits, (None, None), torch.float32)
-    check.tensor("sigmoid_top_k", "bias", bias, logits.shape[1:], torch.float32)
+    _SIGMOID_TOP_K.check(logits, bias)
     experts = logits.shape[1]
     if groups < 1 or experts % groups or experts // groups < 2:
         raise KernelError(
@@ -55,12 +61,7 @@ def sigmoid_top_k(
     if not 1 <= top_groups <= groups:
         raise KernelError(f"sigmoid_top_k: top_groups: expected 1 to {groups}, found {top_groups}")
     _check_top_k("sigmoid_top_k", top_k, experts // groups * top_groups)
-    if core.isa() == "reference":
-        return reference.sigmoid_top_k(
-            logits, bias, top_k, groups=groups, top_groups=top_groups, renormalize=renormalize, scale=scale
-        )
-    ids, weights = _choices(logits.shape[0], top_k)
-    core.launch(_SIGMOID_TOP_K, (logits, bias, ids, weights), (groups, top_groups, renormalize), (scale,))
+    ids, weights = _SIGMOID_TOP_K.run(logits, bias, top_k, groups, top_groups, renormalize, scale)
     return ids, weights
 
 
@@ -69,8 +70,16 @@ def _check_top_k(kernel: str, top_k: int, experts: int) -> None:
         raise KernelError(f"{kernel}: top_k: expected 1 to {experts} experts, found {top_k}")
 
 
-def _choices(m: int, top_k: int) -> tuple[Tensor, Tensor]:
-    return core.empty((m, top_k), torch.int32), core.empty((m, top_k), torch.float32)
+_MOE = {
+    layout: Contract(
+        "moe: x[m, gate_up.k]:gate_up.format.activations gate_up:weight down:weight ids[m, top]:i32 "
+        "weights[m, top]:f32 experts:int width:int rows:size -> out[m, gate_up.k]:x "
+        "middle[rows, (width + 31) // 32 * 32]:f32 expert_out[m * top, (gate_up.k + 31) // 32 * 32]:f32 "
+        f"queues[{2 * WORK_QUEUE_BYTES}]:u8",
+        layout=layout,
+    )
+    for layout in LAYOUTS
+}
 
 
 def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, weights: Tensor) -> Tensor:
@@ -84,31 +93,20 @@ def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, wei
     their weighted sum, in the order of ids, is rounded once. Weights of experts that ids does not contain are not read.
     """
     width = gate_up.n
-    check.tensor("moe", "x", x, (None, gate_up.k), gate_up.weight.format.activations)
-    check.tensor("moe", "ids", ids, (x.shape[0], None), torch.int32)
-    if ids.shape[1] == 0:
-        raise KernelError("moe: ids: expected at least one expert a token, found none")
-    check.tensor("moe", "weights", weights, ids.shape, torch.float32)
-    found = (down.experts, down.parts, down.n, down.k, down.weight.moe_kernel)
-    if gate_up.parts != 2 or found != (gate_up.experts, 1, gate_up.k, width, gate_up.weight.moe_kernel):
+    found = (down.experts, down.parts, down.n, down.k, down.weight.format.layout)
+    if gate_up.parts != 2 or found != (gate_up.experts, 1, gate_up.k, width, gate_up.weight.format.layout):
         raise KernelError(
             f"moe: down: expected 1 part of {gate_up.experts} experts [{gate_up.k}, {width}] {gate_up.weight.format} "
             f"after 2 parts of gate_up, found {down.parts} of {down.experts} experts [{down.n}, {down.k}] "
             f"{down.weight.format} after {gate_up.parts}"
         )
+    contract = _MOE[gate_up.weight.format.layout]
+    contract.check(x, gate_up.weight, down.weight, ids, weights)
+    if ids.shape[1] == 0:
+        raise KernelError("moe: ids: expected at least one expert a token, found none")
     if core.isa() == "reference" or gate_up.weight.is_plain or down.weight.is_plain:
         return reference.moe(x, gate_up, down, ids, weights)
-    m, hidden = x.shape
-    out = core.empty((m, hidden), x.dtype)
-    if m == 0:
-        return out
     pairs = ids.numel()
     # AMX kernels start every expert's rows at a new tile. Kernels that round to bfloat16 use half of the memory.
     rows = (pairs // TILE_ROWS + min(pairs, gate_up.experts)) * TILE_ROWS
-    middle = core.empty((rows, round_up(width, BLOCK_N)), torch.float32)
-    expert_out = core.empty((pairs, round_up(hidden, BLOCK_N)), torch.float32)
-    operands = (*gate_up.weight.operands(), *down.weight.operands())
-    queues = core.empty((2 * WORK_QUEUE_BYTES,), torch.uint8)  # one per projection
-    arguments = (x, ids, weights, middle, expert_out, out, queues, *operands)
-    core.launch(gate_up.weight.moe_kernel, arguments, (gate_up.experts, width))
-    return out
+    return contract(x, gate_up.weight, down.weight, ids, weights, gate_up.experts, width, rows)

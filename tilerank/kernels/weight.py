@@ -1,5 +1,6 @@
 """The interface of packed weights: what a weight format and a weight of it provide to kernels, shards and loaders."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,10 +30,26 @@ def chosen_blocks(row: int, n: int, step: int) -> slice:
     return slice(first, first + (count - 1) * step + 1, step)
 
 
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The tensors from which compiled kernels read a weight.
+
+    format: the end of the kernels' names, such as linear_int8. record: the struct in C++ that has the tensors as
+    fields. tensors: attributes of the weight, as in the line of a contract (contract.py).
+    """
+
+    format: str
+    record: str
+    tensors: str
+
+
 class Format(Protocol):
     """A weight format. Formats compare by value: those with the same parameters are equal."""
 
     def __hash__(self) -> int: ...
+
+    @property
+    def layout(self) -> Layout: ...
 
     @property
     def activations(self) -> torch.dtype:
@@ -96,26 +113,8 @@ class Weight(Protocol):
         """True if the weight was allocated for plain torch: then `product` computes, not a kernel."""
         ...
 
-    @property
-    def kernel(self) -> int:
-        """The compiled kernel of `linear` (`core.kernel`).
-
-        Its tensors are x[m, k], bias, residual, out, scratch and `operands()`; its integer is the number of the
-        activation (csrc/linear/epilogue-inl.h).
-        """
-        ...
-
-    @property
-    def moe_kernel(self) -> int:
-        """The compiled kernel of `moe`, whose arguments csrc/moe/experts.h lists."""
-        ...
-
-    def operands(self) -> tuple[Tensor, ...]:
-        """Return the tensors from which the kernels read the weight."""
-        ...
-
     def scratch(self, m: int) -> int:
-        """Return the bytes of scratch memory that `kernel` needs for m rows, on the rung in force, for all threads."""
+        """Return the bytes of scratch memory that `linear` shares among threads for m rows, on the rung in force."""
         ...
 
     def product(self, x: Tensor) -> Tensor:

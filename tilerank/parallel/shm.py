@@ -10,17 +10,20 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core
+from tilerank.kernels.contract import Contract
 from tilerank.kernels.errors import KernelError
 from tilerank.kernels.ops import ADD_RMS_NORM
 
 from .errors import GroupError
 from .group import RecordableGroup, as_bytes, checked_columns, checked_root, checked_sum_dtype
 from .watch import Reason, Watch
+
+T = TypeVar("T")
 
 MAGIC = 0x314D48534B4E5254  # as in shm_segment.h
 HEADER = struct.Struct("<QIIQ")  # magic, ranks, lanes, bytes of a slot
@@ -30,6 +33,16 @@ WAITED = 160  # offset within a line: nanoseconds that its lane has waited
 PAGE = 4096
 SLOT = 256 << 10  # bytes per lane and buffer: small enough to stay in cache, larger tensors pass in pieces
 SPIN_PAUSES = 4000  # about 100 us
+
+_MEMBER = "segment rank:int pauses:int timeout_ms:int"  # the last arguments of all
+_ALL_REDUCE = Contract(f"shm_all_reduce: x[n]:f32|bf16 {_MEMBER}")
+_ADD_RMS_NORM = Contract(
+    "shm_add_rms_norm: x[m, d]:f32|bf16 residual[m, d]:x weight[d]:x eps:float zero_centered:bool whole:bool "
+    f"{_MEMBER} -> apart out[m, d]:x"
+)
+_ALL_GATHER = Contract(f"shm_all_gather: x[n]:u8 ranks:size {_MEMBER} -> out[ranks, n]:u8")
+_GATHER_COLUMNS = Contract(f"shm_gather_columns: x[m, w]:f32 starts[_]:i64 n:size {_MEMBER} -> out[m, n]:f32")
+_BROADCAST = Contract(f"shm_broadcast: x[n]:u8 root:int {_MEMBER}")
 
 
 def segment_size(ranks: int, lanes: int, slot: int) -> int:
@@ -81,12 +94,8 @@ class ShmGroup(RecordableGroup):
         line = PAGE + rank * _control_size(lanes)  # of the first lane, which takes part in every collective
         self._waited_ns = memoryview(self._map)[line + WAITED : line + WAITED + 8].cast("Q")
         self._segment: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._ints = (rank, SPIN_PAUSES if spin else 0, max(int(timeout_s * 1000), 1))
+        self._waits = (SPIN_PAUSES if spin else 0, max(int(timeout_s * 1000), 1))  # pauses, timeout_ms
         self._slot = slot
-        kernels = ("all_reduce", "add_rms_norm", "all_gather", "gather_columns", "broadcast")
-        self._all_reduce, self._add_rms_norm, self._all_gather, self._gather_columns, self._broadcast = (
-            core.kernel(f"shm_{name}") for name in kernels
-        )
         # A page is placed on the node that touches it first, so each rank touches its own.
         for start, length in (
             (PAGE + rank * _control_size(lanes), _control_size(lanes)),
@@ -102,7 +111,7 @@ class ShmGroup(RecordableGroup):
     def all_reduce(self, x: Tensor) -> Tensor:
         checked_sum_dtype(x)
         out = x.contiguous()
-        self._launch("all_reduce", self._all_reduce, (out.view(-1),))
+        self._run("all_reduce", _ALL_REDUCE, out.view(-1))
         return out
 
     def add_rms_norm(
@@ -118,55 +127,45 @@ class ShmGroup(RecordableGroup):
         ADD_RMS_NORM.check(x, residual, weight)
         if not (x.stride(1) == 1 and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
             return super().add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
-        out = core.empty_rows(x.shape, x.dtype)
-        tensors = (x, residual, weight, out)
-        self._launch("all_reduce", self._add_rms_norm, tensors, int(zero_centered), int(whole), floats=(eps,))
-        return out
+        return self._run("all_reduce", _ADD_RMS_NORM, x, residual, weight, eps, zero_centered, whole)[0]
 
     def all_gather(self, x: Tensor) -> Tensor:
-        flat = as_bytes(x)
-        out = core.empty((self.size, flat.numel()), torch.uint8)
-        self._launch("all_gather", self._all_gather, (flat, out))
+        (out,) = self._run("all_gather", _ALL_GATHER, as_bytes(x), self.size)
         return out.view(x.dtype).view(self.size, *x.shape)
 
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
-        out = core.empty((x.shape[0], n), checked_columns(x, starts, self.size).dtype)
-        self._launch("gather_columns", self._gather_columns, (x.contiguous(), starts, out))
-        return out
+        checked_columns(x, starts, self.size)
+        return self._run("gather_columns", _GATHER_COLUMNS, x.contiguous(), starts, n)[0]
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         checked_root(root, self.size)
         out = x.contiguous()
-        self._launch("broadcast", self._broadcast, (as_bytes(out),), root)
+        self._run("broadcast", _BROADCAST, as_bytes(out), root)
         return out
 
     def replay(self, run: Callable[[], object]) -> None:
         self._guarded("a recorded step", run)
 
     def barrier(self) -> None:
-        none = torch.empty(0, dtype=torch.uint8)
-        self._launch("barrier", self._all_gather, (none, none.expand(self.size, 0)))
+        self._run("barrier", _ALL_GATHER, torch.empty(0, dtype=torch.uint8), self.size)
 
     def with_deadline(self, timeout_s: float) -> "ShmGroup":
         """Return the same group with another deadline."""
         other = copy.copy(self)
-        other._ints = (*self._ints[:2], max(int(timeout_s * 1000), 1))
+        other._waits = (self._waits[0], max(int(timeout_s * 1000), 1))
         return other
 
     def close(self) -> None:
         self._segment = None
 
-    def _launch(
-        self, doing: str, kernel: int, tensors: tuple[Tensor, ...], *more: int, floats: tuple[float, ...] = ()
-    ) -> None:
-        arguments = (*tensors, self._segment)
-        self._guarded(doing, lambda: core.launch(kernel, arguments, (*self._ints, *more), floats))
+    def _run(self, doing: str, contract: Contract, *arguments: object) -> tuple[Tensor, ...]:
+        return self._guarded(doing, lambda: contract.run(*arguments, self._segment, self.rank, *self._waits))
 
-    def _guarded(self, doing: str, run: Callable[[], object]) -> None:
+    def _guarded(self, doing: str, run: Callable[[], T]) -> T:
         if self._segment is None:
             raise GroupError(f"{doing} in a group that was closed")
         try:
-            run()
+            return run()
         except KernelError as error:
             if self._broken[0] == 0:
                 raise

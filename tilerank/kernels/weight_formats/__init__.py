@@ -1,13 +1,26 @@
 """The weight formats: how a weight is stored in memory."""
 
 from ..weight import Format as Format
+from ..weight import Layout as Layout
 from ..weight import Weight as Weight
 from .block_int8 import BlockInt8 as BlockInt8
 from .byte_codes import BlockFormat as BlockFormat
 from .channel_fp8 import ChannelFp8 as ChannelFp8
+from .floats import FLOAT_LAYOUTS as FLOAT_LAYOUTS
 from .floats import Float as Float
 from .fp8 import Fp8 as Fp8
 from .group_int8 import GroupInt8 as GroupInt8
 from .int4 import Int4 as Int4
 from .int8 import Int8 as Int8
 from .output_scaled import OutputScaledFormat as OutputScaledFormat
+
+LAYOUTS = (
+    *FLOAT_LAYOUTS.values(),
+    Int8.layout,
+    Int4.layout,
+    Fp8.layout,
+    BlockInt8.layout,
+    ChannelFp8.layout,
+    GroupInt8.layout,
+)
+"""Those for which kernels are compiled."""

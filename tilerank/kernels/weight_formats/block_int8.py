@@ -7,17 +7,15 @@ on Hugging Face): value = code * scale_inv of its block of 128 x 128. Codes from
 import torch
 from torch import Tensor
 
-from .. import core
 from ..reference import weight_formats as reference
-from .byte_codes import BlockFormat
+from .byte_codes import BlockFormat, byte_codes_layout
 
 
 class BlockInt8(BlockFormat):
     """Codes int8; `quantise` uses those of magnitudes up to 127."""
 
     codes_dtype = torch.int8
-    kernel = core.kernel("linear_block_int8")
-    moe_kernel = core.kernel("moe_block_int8")
+    layout = byte_codes_layout("block_int8")
     quantise_kernel = None  # checkpoints hold the codes
 
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:

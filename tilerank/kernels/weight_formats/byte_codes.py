@@ -14,32 +14,35 @@ import torch
 from torch import Tensor
 
 from .. import core
+from ..contract import Contract
 from ..errors import KernelError
-from ..weight import BLOCK_N, chosen_blocks
+from ..weight import BLOCK_N, Layout, chosen_blocks
 from . import block_scaled
 from .block_scaled import HALF_N, TILE_K
 from .checks import check_rectangle, check_sizes, packable
 
-_PACK = core.kernel("pack_bytes")
+TILE_BYTES = HALF_N * TILE_K
 
-_TILE_BYTES = HALF_N * TILE_K
+_PACK = Contract("pack_bytes: w.values codes row:int col:int")
+
+
+def byte_codes_layout(format: str) -> Layout:
+    return Layout(format, "ByteCodesWeight", f"values[_, _, _, 2, {TILE_BYTES}]:u8 scales[_, _]:f32")
 
 
 @dataclass(frozen=True)
 class BlockFormat(ABC):
     """One scale per block of block_n outputs x block_k inputs, both multiples of 32: value = code * scale.
 
-    A subclass gives the dtype of its codes, its compiled kernels, and how it quantises.
+    A subclass gives the dtype of its codes, its layout, and how it quantises.
     """
 
     block_n: int = 128
     block_k: int = 128
 
     codes_dtype: ClassVar[torch.dtype]
-    kernel: ClassVar[int]
-    """See `Weight.kernel`."""
-    moe_kernel: ClassVar[int]
-    quantise_kernel: ClassVar[int | None]
+    layout: ClassVar[Layout]
+    quantise_kernel: ClassVar[Contract | None]
     """Does what `quantise` does, on all threads; None: there is no such kernel."""
 
     activations = torch.bfloat16
@@ -86,17 +89,6 @@ class ByteCodesWeight(block_scaled.BlockScaledWeight):
     k: int
     format: BlockFormat
 
-    @property
-    def kernel(self) -> int:
-        return self.format.kernel
-
-    @property
-    def moe_kernel(self) -> int:
-        return self.format.moe_kernel
-
-    def operands(self) -> tuple[Tensor, ...]:
-        return self.values, self.scales
-
     def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
         """Quantise rows[r, c] into weight[row : row + r, col : col + c]; row and col must start a scale block.
 
@@ -107,7 +99,7 @@ class ByteCodesWeight(block_scaled.BlockScaledWeight):
         rows = packable(where, rows)
         check_rectangle(where, rows, (self.n, self.k), (row, col), block)
         if self.format.quantise_kernel is not None and not self.is_plain:
-            core.launch(self.format.quantise_kernel, (self.values, self.scales, rows), (row, col, self.format.block_n))
+            self.format.quantise_kernel.run(self, rows, row, col, self.format.block_n)
             return
         codes, scales = self.format.quantise(rows.float())
         self.write_codes(codes, row, col)
@@ -149,7 +141,7 @@ def byte_values(n: int, k: int, k_block: int) -> tuple[int, ...]:
     """Return the shape of the packed codes of a weight[n, k], uint8: [n, k] where kernels run in plain torch."""
     if core.isa() == "reference":
         return n, k
-    return block_scaled.blocks(n), -(-k // k_block), k_block // TILE_K, 2, _TILE_BYTES
+    return block_scaled.blocks(n), -(-k // k_block), k_block // TILE_K, 2, TILE_BYTES
 
 
 def pack_bytes(
@@ -173,7 +165,7 @@ def pack_bytes(
     if weight.is_plain:
         weight.values[at[0] : at[0] + codes.shape[0], at[1] : at[1] + codes.shape[1]] = bits
         return
-    core.launch(_PACK, (weight.values, bits), at)
+    _PACK.run(weight, bits, *at)
 
 
 def unpack_bytes(values: Tensor, n: int, k: int) -> Tensor:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import core
 from . import block_scaled
-from .byte_codes import byte_values, pack_bytes
+from .byte_codes import TILE_BYTES, byte_values, pack_bytes
 from .group_int8 import OutputScaledBytes
-from .output_scaled import OutputScaledFormat, quantise_rows
+from .output_scaled import OutputScaledFormat, output_scaled_layout, quantise_rows
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class ChannelFp8(OutputScaledFormat):
 
     group: int = 0
 
-    kernel = core.kernel("linear_channel_fp8")
-    moe_kernel = core.kernel("moe_channel_fp8")
+    layout = output_scaled_layout("channel_fp8", TILE_BYTES, "f32")
     scale_dtype = torch.float32
 
     def values(self, n: int, k: int) -> tuple[tuple[int, ...], torch.dtype]:

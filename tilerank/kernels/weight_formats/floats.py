@@ -11,17 +11,20 @@ from .. import check, core
 from ..contract import Contract
 from ..reference import ops as reference_ops
 from ..reference import weight_formats as reference
-from ..weight import BLOCK_N, TILE_ROWS, WORK_QUEUE_BYTES, chosen_blocks, round_up
+from ..weight import BLOCK_N, TILE_ROWS, WORK_QUEUE_BYTES, Layout, chosen_blocks, round_up
 from .checks import check_rectangle, check_sizes, packable
 
-_PACK = core.kernel("pack")
+_TILE_K = 32  # csrc/linear/pack.h
+
+FLOAT_LAYOUTS = {
+    torch.float32: Layout("f32", "FloatWeight", f"data[_, _, {BLOCK_N}]:f32"),
+    torch.bfloat16: Layout("bf16", "FloatWeight", f"data[_, _, {BLOCK_N * _TILE_K}]:bf16"),
+}
+
+_PACK = Contract("FloatWeight.write: w.data rows row:int col:int", kernel="pack")
 _EMBEDDING = Contract(
     "FloatWeight.embedding: ids[t]:i64 first_row:int n:int k:int weight -> out[t, k]:weight", kernel="embedding_packed"
 )
-_LINEAR = {torch.bfloat16: core.kernel("linear_bf16"), torch.float32: core.kernel("linear_f32")}
-_MOE = {torch.bfloat16: core.kernel("moe_bf16"), torch.float32: core.kernel("moe_f32")}
-
-_TILE_K = 32  # csrc/linear/pack.h
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Float:
     def activations(self) -> torch.dtype:
         return self.dtype
 
+    @property
+    def layout(self) -> Layout:
+        return FLOAT_LAYOUTS[self.dtype]
+
     is_quantised = False
     k_unit = _TILE_K
 
@@ -44,20 +51,23 @@ class Float:
         return FloatWeight.empty(n, k, self.dtype)
 
 
-_FLOATS = {dtype: Float(dtype) for dtype in _LINEAR}
+_FLOATS = {dtype: Float(dtype) for dtype in FLOAT_LAYOUTS}
 
 
-def _padded(n: int, k: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the sizes of a weight[n, k] after padding."""
-    return round_up(n, BLOCK_N), round_up(k, _TILE_K) if dtype is torch.bfloat16 else k
+def _shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the shape of `data` for a weight[n, k]."""
+    if core.isa() == "reference":
+        return n, k
+    blocks = -(-n // BLOCK_N)
+    return (blocks, -(-k // _TILE_K), BLOCK_N * _TILE_K) if dtype is torch.bfloat16 else (blocks, k, BLOCK_N)
 
 
 @dataclass(frozen=True)
 class FloatWeight:
     """A weight[n, k] of bfloat16 or float32.
 
-    `data` is flat, in the tiles of csrc/linear/pack.h and padded with zeros, or [n, k] where kernels run in plain
-    torch.
+    `data` has the tiles of csrc/linear/pack.h, padded with zeros: [n / 32, k / 32, 1024] bfloat16 or [n / 32, k, 32]
+    float32. Where kernels run in plain torch it is [n, k].
     """
 
     data: Tensor
@@ -70,14 +80,13 @@ class FloatWeight:
         """Return the bytes that a weight[n, k] takes, padding included."""
         check.dtype("FloatWeight", "dtype", dtype)
         check_sizes("FloatWeight", n, k)
-        rows, columns = (n, k) if core.isa() == "reference" else _padded(n, k, dtype)
-        return rows * columns * dtype.itemsize
+        return torch.Size(_shape(n, k, dtype)).numel() * dtype.itemsize
 
     @classmethod
     def empty(cls, n: int, k: int, dtype: torch.dtype) -> FloatWeight:
         """Return a weight[n, k] of zeros in memory of its own (`core.alloc`)."""
-        data = core.alloc(cls.nbytes(n, k, dtype), resident=True).view(dtype)
-        return cls(data.view(n, k) if core.isa() == "reference" else data, n, k, dtype)
+        data = core.alloc(cls.nbytes(n, k, dtype), resident=True)
+        return cls(data.view(dtype).view(_shape(n, k, dtype)), n, k, dtype)
 
     @property
     def format(self) -> Float:
@@ -85,25 +94,14 @@ class FloatWeight:
 
     @property
     def is_plain(self) -> bool:
-        return self.data.shape == (self.n, self.k)  # a row of packed data is a block: longer than k
-
-    @property
-    def kernel(self) -> int:
-        return _LINEAR[self.dtype]
-
-    @property
-    def moe_kernel(self) -> int:
-        return _MOE[self.dtype]
-
-    def operands(self) -> tuple[Tensor, ...]:
-        return (self.data,)
+        return self.data.ndim == 2
 
     def scratch(self, m: int) -> int:
         if core.isa() != "amx" or self.dtype is torch.float32:
             return WORK_QUEUE_BYTES + m * (self.k + 1) * 4  # the queue and panels of rows (csrc/linear/panels-inl.h)
         if core.packs_per_thread(m):
             return 0
-        return round_up(m, TILE_ROWS) * _padded(self.n, self.k, self.dtype)[1] * 2  # packed rows of x
+        return round_up(m, TILE_ROWS) * round_up(self.k, _TILE_K) * 2  # packed rows of x
 
     def product(self, x: Tensor) -> Tensor:
         return reference.product(x, self.data if self.is_plain else self.unpack())
@@ -118,15 +116,11 @@ class FloatWeight:
         if self.is_plain:
             self.data[row : row + rows.shape[0], col : col + rows.shape[1]] = rows
             return
-        core.launch(_PACK, (self._blocks(), rows), (row, col))
+        _PACK.run(self, rows, row, col)
 
     def part(self, row: int, n: int, step: int = 1) -> FloatWeight:
-        data = self.data[row : row + n] if self.is_plain else self._blocks()[chosen_blocks(row, n, step)]
+        data = self.data[row : row + n] if self.is_plain else self.data[chosen_blocks(row, n, step)]
         return FloatWeight(data, n, self.k, self.dtype)
-
-    def _blocks(self) -> Tensor:
-        """Return `data` as [blocks of 32 outputs, elements]."""
-        return self.data.view(-(-self.n // BLOCK_N), -1)
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         """Return `ops.embedding` of an embedding table that is also the weight of the output head.
@@ -141,11 +135,9 @@ class FloatWeight:
     def unpack(self) -> Tensor:
         if self.is_plain:
             return self.data.clone()
-        n, k = _padded(self.n, self.k, self.dtype)
         if self.dtype is torch.bfloat16:
             # [blocks, k / 32, halves of 16 outputs, pairs of inputs, outputs, inputs of a pair]
-            tiles = self.data.view(n // BLOCK_N, k // _TILE_K, 2, 16, 16, 2)
-            plain = tiles.permute(0, 2, 4, 1, 3, 5).reshape(n, k)
+            plain = torch.unflatten(self.data, 2, (2, 16, 16, 2)).permute(0, 2, 4, 1, 3, 5)
         else:
-            plain = self.data.view(n // BLOCK_N, k, BLOCK_N).transpose(1, 2).reshape(n, k)
-        return plain[: self.n, : self.k].contiguous()
+            plain = self.data.transpose(1, 2)
+        return plain.reshape(self.data.shape[0] * BLOCK_N, -1)[: self.n, : self.k].contiguous()

@@ -7,18 +7,19 @@ exact in bfloat16, subnormals and NaN included.
 import torch
 from torch import Tensor
 
-from .. import core
+from ..contract import Contract
 from ..reference import weight_formats as reference
-from .byte_codes import BlockFormat
+from .byte_codes import BlockFormat, byte_codes_layout
 
 
 class Fp8(BlockFormat):
     """Codes e4m3fn, of magnitudes up to 448."""
 
     codes_dtype = torch.float8_e4m3fn
-    kernel = core.kernel("linear_fp8")
-    moe_kernel = core.kernel("moe_fp8")
-    quantise_kernel = core.kernel("quantise_fp8")
+    layout = byte_codes_layout("fp8")
+    quantise_kernel = Contract(
+        "ByteCodesWeight.write: w:weight source row:int col:int block_n:int", kernel="quantise_fp8", layout=layout
+    )
 
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return reference.quantise_fp8(rows, self.block_n, self.block_k)

@@ -12,18 +12,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import core
 from . import block_scaled
-from .byte_codes import byte_values, pack_bytes, unpack_bytes
-from .output_scaled import SCALE_UNIT, OutputScaledFormat, OutputScaledWeight, quantise_rows
+from .byte_codes import TILE_BYTES, byte_values, pack_bytes, unpack_bytes
+from .output_scaled import SCALE_UNIT, OutputScaledFormat, OutputScaledWeight, output_scaled_layout, quantise_rows
 
 
 @dataclass(frozen=True)
 class GroupInt8(OutputScaledFormat):
     """Codes from 0 to 255; a weight without zero points is symmetric around code 128."""
 
-    kernel = core.kernel("linear_group_int8")
-    moe_kernel = core.kernel("moe_group_int8")
+    layout = output_scaled_layout("group_int8", TILE_BYTES, "f16")
 
     def values(self, n: int, k: int) -> tuple[tuple[int, ...], torch.dtype]:
         return byte_values(n, k, self.k_block), torch.uint8

@@ -13,26 +13,27 @@ import torch
 from torch import Tensor
 
 from .. import core
+from ..contract import Contract
 from ..errors import KernelError
 from ..reference import weight_formats as reference
 from ..weight import BLOCK_N
 from . import block_scaled
 from .block_scaled import HALF_N, TILE_K
 from .checks import check_rectangle, packable
-from .output_scaled import OutputScaledFormat, OutputScaledWeight
-
-_QUANTISE = core.kernel("quantise_int4")
-_PACK = core.kernel("pack_int4")
+from .output_scaled import OutputScaledFormat, OutputScaledWeight, output_scaled_layout
 
 _TILE_BYTES = HALF_N * TILE_K // 2
+
+_LAYOUT = output_scaled_layout("int4", _TILE_BYTES, "f16")
+_QUANTISE = Contract("Int4Weight.write: w:weight source row:int col:int", kernel="quantise_int4", layout=_LAYOUT)
+_PACK = Contract("Int4Weight.write_codes: w.values codes row:int col:int", kernel="pack_int4")
 
 
 @dataclass(frozen=True)
 class Int4(OutputScaledFormat):
     """Codes from 0 to 15."""
 
-    kernel = core.kernel("linear_int4")
-    moe_kernel = core.kernel("moe_int4")
+    layout = _LAYOUT
 
     def values(self, n: int, k: int) -> tuple[tuple[int, ...], torch.dtype]:
         if core.isa() == "reference":
@@ -62,7 +63,7 @@ class Int4Weight(OutputScaledWeight):
             return
         rows = packable("Int4Weight.write: rows", rows)
         self._check_group_start(rows, row, col)
-        core.launch(_QUANTISE, (self.values, self.scales, self.zeros, rows), (row, col))
+        _QUANTISE.run(self, rows, row, col)
 
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         zero_points = self.format.zero_points
@@ -77,7 +78,7 @@ class Int4Weight(OutputScaledWeight):
         if self.is_plain:
             self.values[row : row + codes.shape[0], col : col + codes.shape[1]] = codes.to(torch.int8) - 8
             return
-        core.launch(_PACK, (self.values, codes), (row, col))
+        _PACK.run(self, codes, row, col)
 
     def codes(self) -> Tensor:
         """Return code - 8, [n, k] int8."""

@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 
 from .. import check, core
+from ..contract import Contract
 from ..errors import KernelError
 from ..reference import ops as reference_ops
 from ..reference import weight_formats as reference
-from ..weight import BLOCK_N, TILE_ROWS, chosen_blocks, round_up
+from ..weight import BLOCK_N, TILE_ROWS, Layout, chosen_blocks, round_up
 from .checks import packable
 
-_QUANTISE = core.kernel("quantise_int8")
-_PACK = core.kernel("pack_int8")
-_EMBEDDING = core.kernel("embedding_int8")
+_LAYOUT = Layout("int8", "Int8Weight", f"codes[_, _]:i8 scales[_, {BLOCK_N}]:f32 sums[_, {BLOCK_N}]:i32")
+_TILE_K = 64  # csrc/linear/int8.h
 
-# The layout is defined in csrc/linear/int8.h.
-_TILE_K = 64
+_QUANTISE = Contract("Int8Weight.write: w:weight rows row:int", kernel="quantise_int8", layout=_LAYOUT)
+_PACK = Contract("Int8Weight.write_codes: w:weight codes scales[r]:f32 row:int", kernel="pack_int8", layout=_LAYOUT)
+_EMBEDDING = Contract(
+    "Int8Weight.embedding: ids[t]:i64 w:weight first_row:int n:int k:size -> out[t, k]:bf16",
+    kernel="embedding_int8",
+    layout=_LAYOUT,
+)
 
 _MAX_INPUTS = 1 << 17
 """Sums of 2^17 products of 127 and -128 fit into 32 bits."""
@@ -34,6 +39,7 @@ _MAX_INPUTS = 1 << 17
 class Int8:
     """One symmetric scale per output; activations are quantised row by row at run time."""
 
+    layout = _LAYOUT
     activations = torch.bfloat16
     is_quantised = True
     k_unit = _TILE_K
@@ -98,12 +104,6 @@ class Int8Weight:
     def is_plain(self) -> bool:
         return self.scales.ndim == 1
 
-    kernel = core.kernel("linear_int8")
-    moe_kernel = core.kernel("moe_int8")
-
-    def operands(self) -> tuple[Tensor, ...]:
-        return self.codes, self.scales, self.sums
-
     def scratch(self, m: int) -> int:
         """Return the bytes for the codes and scales of x; with few rows every thread quantises them for itself."""
         if core.packs_per_thread(m):
@@ -127,7 +127,7 @@ class Int8Weight:
             place = slice(row, row + rows.shape[0])
             self.codes[place], self.scales[place] = reference_ops.quantise_rows(rows.float())
             return
-        core.launch(_QUANTISE, (self.codes, self.scales, self.sums, rows), (row,))
+        _QUANTISE.run(self, rows, row)
 
     def write_codes(self, codes: Tensor, scales: Tensor, row: int = 0) -> None:
         """Pack quantised rows: weight[row : row + r] = codes[r, k] int8 * scales[r] float32."""
@@ -141,7 +141,7 @@ class Int8Weight:
             place = slice(row, row + codes.shape[0])
             self.codes[place], self.scales[place] = codes, scales
             return
-        core.launch(_PACK, (self.codes, self.scales, self.sums, codes, scales), (row,))
+        _PACK.run(self, codes, scales, row)
 
     def _check_rows(self, method: str, rows: Tensor, row: int, col: int) -> None:
         r, c = rows.shape
@@ -175,9 +175,7 @@ class Int8Weight:
         """Return rows [t, k] of the weight in bfloat16 for ids[t] int64; ids outside [first_row, first_row + n) give
         zeros.
         """
-        check.tensor("Int8Weight.embedding", "ids", ids, (None,), torch.int64)
+        _EMBEDDING.check(ids)
         if core.isa() == "reference" or self.is_plain:
             return reference_ops.embedding(ids, self.unpack().to(torch.bfloat16), first_row)
-        out = core.empty((ids.shape[0], self.k), torch.bfloat16)
-        core.launch(_EMBEDDING, (ids, self.codes, self.scales, out), (first_row, self.n))
-        return out
+        return _EMBEDDING(ids, self, first_row, self.n, self.k)

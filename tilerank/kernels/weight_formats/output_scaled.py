@@ -17,13 +17,9 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelError
-from ..weight import BLOCK_N, chosen_blocks
+from ..weight import BLOCK_N, Layout, chosen_blocks
 from . import block_scaled
 from .checks import check_rectangle, check_sizes, packable
-
-_NONE = torch.empty(0)
-"""Stands for an absent operand: kernels treat a tensor without data as absent. A recorded step creates no tensors, so
-it is created once."""
 
 SCALE_UNIT = 1 / 256
 """The unit of scales in float16, which represents the float16 and bfloat16 scales of checkpoints exactly."""
@@ -33,6 +29,12 @@ _K_BLOCK = 128
 """Inputs of a K-block where all inputs share a scale."""
 
 
+def output_scaled_layout(format: str, tile_bytes: int, scale: str) -> Layout:
+    """Return the layout of a format. tile_bytes: of the codes of a tile; scale: "f16" or "f32"."""
+    arrays = f"values[_, _, _, 2, {tile_bytes}]:u8 scales[_, _, {BLOCK_N}]:{scale} zeros[_, _, {BLOCK_N}]?:i8"
+    return Layout(format, "OutputScaledWeight", arrays)
+
+
 @dataclass(frozen=True)
 class OutputScaledFormat(ABC):
     """One scale per output and `group` inputs, a multiple of 32, or per output alone (0); optionally zero points."""
@@ -40,9 +42,7 @@ class OutputScaledFormat(ABC):
     group: int
     zero_points: bool = False
 
-    kernel: ClassVar[int]
-    """See `Weight.kernel`."""
-    moe_kernel: ClassVar[int]
+    layout: ClassVar[Layout]
     scale_dtype: ClassVar[torch.dtype] = torch.float16
 
     activations = torch.bfloat16
@@ -93,14 +93,6 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
     middle: ClassVar[int] = 0
     """The stored code of the number 0."""
 
-    @property
-    def kernel(self) -> int:
-        return self.format.kernel
-
-    @property
-    def moe_kernel(self) -> int:
-        return self.format.moe_kernel
-
     @abstractmethod
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Quantise rows[r, c] float32 in plain torch: codes as `write_codes` takes them, scales and zero points
@@ -113,9 +105,6 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
     @abstractmethod
     def codes(self) -> Tensor:
         """Return the codes as numbers around 0, [n, k]."""
-
-    def operands(self) -> tuple[Tensor, ...]:
-        return self.values, self.scales, _NONE if self.zeros is None else self.zeros
 
     def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
         """Quantise rows[r, c] into weight[row : row + r, col : col + c]; col must start a group.

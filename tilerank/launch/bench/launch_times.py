@@ -15,20 +15,10 @@ def launch_times() -> Iterator[dict[int, float]]:
     """Time kernels inside the context. Yields the seconds of all launches of each kernel, by its number.
 
     The number is that of `core.kernel`. The time of a launch is that of its slowest thread, and of the check of its
-    arguments where a contract says them.
+    arguments.
     """
     seconds: dict[int, float] = {}
-    launch, run = core.launch, Contract.run
-
-    def timed_launch(
-        kernel: int,
-        tensors: tuple[Tensor | None, ...],
-        ints: tuple[int, ...] = (),
-        floats: tuple[float, ...] = (),
-    ) -> None:
-        began = time.perf_counter()
-        launch(kernel, tensors, ints, floats)
-        seconds[kernel] = seconds.get(kernel, 0.0) + time.perf_counter() - began
+    run = Contract.run
 
     def timed_run(contract: Contract, *arguments: object) -> tuple[Tensor, ...]:
         began = time.perf_counter()
@@ -37,10 +27,8 @@ def launch_times() -> Iterator[dict[int, float]]:
             seconds[contract.kernel] = seconds.get(contract.kernel, 0.0) + time.perf_counter() - began
         return outputs
 
-    core.launch = timed_launch
     Contract.run = timed_run  # type: ignore[method-assign, assignment]
     try:
         yield seconds
     finally:
-        core.launch = launch
         Contract.run = run  # type: ignore[method-assign]

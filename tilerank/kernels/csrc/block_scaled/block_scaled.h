@@ -17,7 +17,7 @@
 // output = sum over K-blocks of scale * (sum(x * value) - zero * sum(x)). Values are exact in bf16, so only the sums
 // are rounded, in fp32.
 #pragma once
-#include "core/kernel.h"
+#include "core/entry.h"
 #include "linear/pack.h"
 
 namespace tilerank {
@@ -64,15 +64,20 @@ struct ValueBytes {
 inline constexpr ValueBytes<64> kInt4Bytes{int4_value};  // the table of 16 codes, four times
 inline constexpr ValueBytes<128> kFp8Values{fp8_value}, kInt8Values{int8_value};
 
-}  // namespace tilerank
+// A scale for each output and each K-block, or one for all K-blocks. Formats without zero points have no `zeros`.
+struct OutputScaledWeight {
+  static constexpr const char* kFields = "values scales zeros";
+  Tensor values, scales, zeros;
 
-// Registers the kernels name_FORMAT, which call run<Format>(args, team).
-#define TR_BLOCK_SCALED_KERNELS(name, run)                    \
-  TR_BLOCK_SCALED_KERNEL(name##_int4, run<Int4>)              \
-  TR_BLOCK_SCALED_KERNEL(name##_fp8, run<Fp8>)                \
-  TR_BLOCK_SCALED_KERNEL(name##_block_int8, run<BlockInt8>)   \
-  TR_BLOCK_SCALED_KERNEL(name##_channel_fp8, run<ChannelFp8>) \
-  TR_BLOCK_SCALED_KERNEL(name##_group_int8, run<GroupInt8>)
-#define TR_BLOCK_SCALED_KERNEL(name, run)                             \
-  static void name(const Args& args, Team& team) { run(args, team); } \
-  TR_KERNEL(name)
+  OutputScaledWeight from(int64_t block) const { return {values.from(block), scales.from(block), zeros.from(block)}; }
+};
+
+// A scale for each block of outputs and each K-block.
+struct ByteCodesWeight {
+  static constexpr const char* kFields = "values scales";
+  Tensor values, scales;
+
+  ByteCodesWeight from(int64_t block) const { return {values.from(block), scales.from(block)}; }
+};
+
+}  // namespace tilerank

@@ -11,13 +11,12 @@
 
 namespace tilerank::TR_RUNG {
 
-struct BlockScaledWeight {
+struct PackedValues {
   const char* const values;
   const int64_t k_blocks, k_block_tiles, tile_bytes;
 
-  // `first` is the block of the tensor that has number 0 here.
-  BlockScaledWeight(const Tensor& tensor, int64_t first)
-      : values(tensor.row<const char>(first)),
+  explicit PackedValues(const Tensor& tensor)
+      : values(tensor.as<const char>()),
         k_blocks(tensor.size[1]),
         k_block_tiles(tensor.size[2]),
         tile_bytes(tensor.size[4]) {}
@@ -29,13 +28,12 @@ struct BlockScaledWeight {
 };
 
 // A scale for each block of outputs and each K-block.
-struct BlockScales : BlockScaledWeight {
+struct BlockScales : PackedValues {
+  using Weight = ByteCodesWeight;
   static constexpr bool kMayHaveZeros = false;
   const float* const scales;
 
-  // operands: values, scales
-  BlockScales(const Tensor* operands, int64_t first)
-      : BlockScaledWeight(operands[0], first), scales(operands[1].row<const float>(first)) {}
+  explicit BlockScales(const Weight& w) : PackedValues(w.values), scales(w.scales.as<const float>()) {}
 
   Vec scale(int64_t block, int64_t k_block, int64_t) const { return set(scales[block * k_blocks + k_block]); }
   bool has_zeros() const { return false; }
@@ -48,18 +46,18 @@ static inline Vec load_scale(const float* at) { return load(at); }
 
 // A scale for each output and each K-block, or one for all K-blocks.
 template <class Scale, bool kZeros>
-struct OutputScales : BlockScaledWeight {
+struct OutputScales : PackedValues {
+  using Weight = OutputScaledWeight;
   static constexpr bool kMayHaveZeros = kZeros;
   const int64_t scale_blocks;
   const Scale* const scales;
   const int8_t* const zeros;
 
-  // operands: values, scales, zeros or none
-  OutputScales(const Tensor* operands, int64_t first)
-      : BlockScaledWeight(operands[0], first),
-        scale_blocks(operands[1].size[1]),
-        scales(operands[1].row<const Scale>(first)),
-        zeros(kZeros && operands[2] ? operands[2].row<const int8_t>(first) : nullptr) {}
+  explicit OutputScales(const Weight& w)
+      : PackedValues(w.values),
+        scale_blocks(w.scales.size[1]),
+        scales(w.scales.as<const Scale>()),
+        zeros(kZeros ? w.zeros.as<const int8_t>() : nullptr) {}
 
   // The scales of outputs v * kLanes to v * kLanes + kLanes - 1 of a block.
   Vec scale(int64_t block, int64_t k_block, int64_t v) const {
@@ -90,7 +88,7 @@ struct Int4 : OutputScales<f16, true> {
   static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
   static constexpr int64_t kFewRows = kLanes == 16 ? 2 * kMostRows : kMostRows;
 
-  explicit Int4(const Tensor* operands, int64_t first = 0) : OutputScales(operands, first) {}
+  using OutputScales::OutputScales;
 
 #ifdef TR_AMX
   // Inlined, because with few rows it runs between any two products.
@@ -160,7 +158,7 @@ struct ByteCodes : Scales {
   static constexpr int64_t kFewRows = kLanes == 16 ? 8 : 3;
 #endif
 
-  explicit ByteCodes(const Tensor* operands, int64_t first = 0) : Scales(operands, first) {}
+  using Scales::Scales;
 
 #ifdef TR_AMX
   [[gnu::always_inline]] static inline void expand(const char* from, bf16* to, const char* ahead = nullptr) {

@@ -10,19 +10,20 @@
 #else
 #include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
+#include "linear/entries-inl.h"
 #include "block_scaled/block_scaled_rows-inl.h"
 
 namespace tilerank::TR_RUNG {
 
 template <int kParts, class Format>
-static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
-  const Tensor& x = args.tensor(0);
+static void linear(const LinearArgs& args, const Format& weight, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.x;
   const int64_t m = x.size[0], k = x.size[1];
-  const bool alone = !args.tensor(4);
+  const bool alone = !args.scratch;
   constexpr size_t working = sizeof(BlockScaledScratch);
   char* const memory =
       static_cast<char*>(team.scratch(working + (alone ? BlockScaledRows::bytes(m, k, weight.k_blocks) : 0)));
-  const BlockScaledRows rows(alone ? memory + working : args.tensor(4).as<char>(), m, k, weight);
+  const BlockScaledRows rows(alone ? memory + working : args.scratch.as<char>(), m, k, weight);
   rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, alone ? Team(nullptr, 0, 1) : team);
   if (!alone) team.barrier();
   const Range own = team.share(epilogue.results);
@@ -35,15 +36,19 @@ static void linear(const Args& args, const Format& weight, const Epilogue& epilo
   }
 }
 
+// scratch: BlockScaledRows::bytes, or none if every thread packs all rows for itself
 template <class Format>
-static void linear(const Args& args, Team& team) {
+static void linear(const LinearArgs& args, const typename Format::Weight& w, Team& team) {
   const Epilogue epilogue(args);
-  const Format weight(args.tensors + 5);
+  const Format weight(w);
   epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
 }
 
-// operands: see block_scaled.h; scratch: BlockScaledRows::bytes, or none if every thread packs all rows for itself
-TR_BLOCK_SCALED_KERNELS(linear, linear)
+TR_LINEAR(int4, OutputScaledWeight, linear<Int4>)
+TR_LINEAR(fp8, ByteCodesWeight, linear<Fp8>)
+TR_LINEAR(block_int8, ByteCodesWeight, linear<BlockInt8>)
+TR_LINEAR(channel_fp8, OutputScaledWeight, linear<ChannelFp8>)
+TR_LINEAR(group_int8, OutputScaledWeight, linear<GroupInt8>)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -9,6 +9,7 @@
 #else
 #include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
+#include "linear/entries-inl.h"
 #include "block_scaled/block_scaled_amx-inl.h"
 #include "linear/finish_amx-inl.h"
 #include "block_scaled/block_scaled_stream_amx-inl.h"
@@ -51,10 +52,10 @@ static void linear_few_rows(const Tensor& x, const Format& weight, const Epilogu
 }
 
 template <int kParts, class Format>
-static void linear_many_rows(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
-  const Tensor& x = args.tensor(0);
+static void linear_many_rows(const LinearArgs& args, const Format& weight, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.x;
   const int64_t m = x.size[0], panel = BlockScaledBlocking::panel(weight);
-  const PackedRows rows{args.tensor(4).as<char>(), blocks(m, kTileRows), blocks(x.size[1], kTileK), panel};
+  const PackedRows rows{args.scratch.as<char>(), blocks(m, kTileRows), blocks(x.size[1], kTileK), panel};
   pack_rows(x, rows, team);
   team.barrier();
   const Tiles tiles(panel_tiles(kTileRows));
@@ -67,22 +68,24 @@ static void linear_many_rows(const Args& args, const Format& weight, const Epilo
 }
 
 template <int kParts, class Format>
-static void linear(const Args& args, const Format& weight, const Epilogue& epilogue, Team& team) {
-  if (args.tensor(0).size[0] <= kTileRows) {
-    return linear_few_rows<kParts>(args.tensor(0), weight, epilogue, team);
-  }
+static void linear(const LinearArgs& args, const Format& weight, const Epilogue& epilogue, Team& team) {
+  if (args.x.size[0] <= kTileRows) return linear_few_rows<kParts>(args.x, weight, epilogue, team);
   linear_many_rows<kParts>(args, weight, epilogue, team);
 }
 
+// scratch: packed rows, round_up(m, 16) * round_up(k, 32) bf16, if m > 16
 template <class Format>
-static void linear(const Args& args, Team& team) {
+static void linear(const LinearArgs& args, const typename Format::Weight& w, Team& team) {
   const Epilogue epilogue(args);
-  const Format weight(args.tensors + 5);
+  const Format weight(w);
   epilogue.parts == 2 ? linear<2>(args, weight, epilogue, team) : linear<1>(args, weight, epilogue, team);
 }
 
-// operands: see block_scaled.h; scratch: packed rows, round_up(m, 16) * round_up(k, 32) bf16, if m > 16
-TR_BLOCK_SCALED_KERNELS(linear, linear)
+TR_LINEAR(int4, OutputScaledWeight, linear<Int4>)
+TR_LINEAR(fp8, ByteCodesWeight, linear<Fp8>)
+TR_LINEAR(block_int8, ByteCodesWeight, linear<BlockInt8>)
+TR_LINEAR(channel_fp8, OutputScaledWeight, linear<ChannelFp8>)
+TR_LINEAR(group_int8, OutputScaledWeight, linear<GroupInt8>)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -13,8 +13,8 @@ namespace tilerank::TR_RUNG {
 struct Rectangle {
   int64_t row, col, rows, columns;
 
-  Rectangle(const Args& args, const Tensor& source)
-      : row(args.integer(0)), col(args.integer(1)), rows(source.size[0]), columns(source.size[1]) {}
+  Rectangle(const Tensor& source, int64_t row, int64_t col)
+      : row(row), col(col), rows(source.size[0]), columns(source.size[1]) {}
 
   // Calls f(rows of the source, columns of the source) for this thread's pieces, split at multiples of `outputs` and
   // `inputs` of the weight.
@@ -134,24 +134,22 @@ static Int4Params choose_int4(const float* values, int64_t count, bool zeros) {
   return search.best;
 }
 
-// tensors: values, scales, zeros or none (block_scaled.h), rows[r, c] with any strides; ints: row, col, which starts a
-// K-block. Inputs beyond the last column of its K-block become 0.
-static void quantise_int4(const Args& args, Team& team) {
-  const Tensor &values = args.tensor(0), &scales = args.tensor(1), &zeros = args.tensor(2), &source = args.tensor(3);
-  const Rectangle rectangle(args, source);
-  const int64_t k_block_inputs = values.size[2] * kTileK, padded = blocks(k_block_inputs, kLanes) * kLanes;
+// source[r, c] with any strides; col starts a K-block. Inputs beyond the last column of its K-block become 0.
+TR_ENTRY(quantise_int4, Team& team, const OutputScaledWeight& w, const Tensor& source, int64_t row, int64_t col) {
+  const Rectangle rectangle(source, row, col);
+  const int64_t k_block_inputs = w.values.size[2] * kTileK, padded = blocks(k_block_inputs, kLanes) * kLanes;
   char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (sizeof(float) + 1)));
   float* const x = reinterpret_cast<float*>(memory);
   uint8_t* const codes = reinterpret_cast<uint8_t*>(x + padded);
   for_source("quantise", source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
-      const int64_t count = columns.end - columns.begin, k_block = (rectangle.col + columns.begin) / k_block_inputs;
-      for (int64_t row = rows.begin; row < rows.end; ++row) {
-        const T* const from = source.row<const T>(row) + columns.begin * source.stride[1];
+      const int64_t count = columns.end - columns.begin, k_block = (col + columns.begin) / k_block_inputs;
+      for (int64_t r = rows.begin; r < rows.end; ++r) {
+        const T* const from = source.row<const T>(r) + columns.begin * source.stride[1];
         for (int64_t i = 0; i < count; ++i) x[i] = as_float(from + i * source.stride[1]);
         std::fill(x + count, x + padded, 0.0f);
-        const Int4Params chosen = choose_int4(x, padded, static_cast<bool>(zeros));
+        const Int4Params chosen = choose_int4(x, padded, static_cast<bool>(w.zeros));
         const float most = 65504 * kGroupScaleUnit;
         const float wanted = std::isnan(chosen.scale) ? chosen.scale : std::clamp(chosen.scale, -most, most);
         const uint16_t stored = _cvtss_sh(wanted / kGroupScaleUnit, _MM_FROUND_TO_NEAREST_INT);
@@ -163,16 +161,15 @@ static void quantise_int4(const Args& args, Team& team) {
           const float l = std::min(std::max(std::nearbyintf(x[i] * inverse), low), high);
           codes[i] = static_cast<uint8_t>(static_cast<int>(l) + chosen.zero - 8);
         }
-        const int64_t n = rectangle.row + row;
-        put_int4(values, n, k_block * k_block_inputs, codes, k_block_inputs);
+        const int64_t n = row + r;
+        put_int4(w.values, n, k_block * k_block_inputs, codes, k_block_inputs);
         const int64_t at = k_block * kBlockN + n % kBlockN;
-        scales.row<f16>(n / kBlockN)[at] = f16{stored};
-        if (zeros) zeros.row<int8_t>(n / kBlockN)[at] = static_cast<int8_t>(chosen.zero - 8);
+        w.scales.row<f16>(n / kBlockN)[at] = f16{stored};
+        if (w.zeros) w.zeros.row<int8_t>(n / kBlockN)[at] = static_cast<int8_t>(chosen.zero - 8);
       }
     });
   });
 }
-TR_KERNEL(quantise_int4)
 
 // Returns the nearest fp8 e4m3fn, ties to even. Magnitudes above 448 become 448; NaN stays NaN.
 static inline uint8_t to_fp8(float x) {
@@ -192,23 +189,23 @@ static inline uint8_t to_fp8(float x) {
   return static_cast<uint8_t>(sign | code);
 }
 
-// tensors: values, scales (block_scaled.h), rows[r, c] with any strides; ints: row, col, block_n. The rectangle
-// consists of whole scale blocks of block_n outputs x a K-block. scale = largest magnitude / 448.
-static void quantise_fp8(const Args& args, Team& team) {
-  const Tensor &values = args.tensor(0), &scales = args.tensor(1), &source = args.tensor(2);
-  const Rectangle rectangle(args, source);
-  const int64_t block_n = args.integer(2), k_block_inputs = values.size[2] * kTileK;
+// source[r, c] with any strides. The rectangle consists of whole scale blocks of block_n outputs x a K-block.
+// scale = largest magnitude / 448.
+TR_ENTRY(quantise_fp8, Team& team, const ByteCodesWeight& w, const Tensor& source, int64_t row, int64_t col,
+         int64_t block_n) {
+  const Rectangle rectangle(source, row, col);
+  const int64_t k_block_inputs = w.values.size[2] * kTileK;
   const size_t size = static_cast<size_t>(block_n * k_block_inputs);
   float* const x = static_cast<float*>(team.scratch(size * sizeof(float) + static_cast<size_t>(k_block_inputs)));
   uint8_t* const codes = reinterpret_cast<uint8_t*>(x + size);
   for_source("quantise", source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(block_n, k_block_inputs, team, [&](Range rows, Range columns) {
-      const int64_t count = columns.end - columns.begin, k_block = (rectangle.col + columns.begin) / k_block_inputs;
+      const int64_t count = columns.end - columns.begin, k_block = (col + columns.begin) / k_block_inputs;
       uint32_t largest = 0;  // as bits, which order like magnitudes, NaN last
-      for (int64_t row = rows.begin; row < rows.end; ++row) {
-        const T* const from = source.row<const T>(row) + columns.begin * source.stride[1];
-        float* const to = x + (row - rows.begin) * k_block_inputs;
+      for (int64_t r = rows.begin; r < rows.end; ++r) {
+        const T* const from = source.row<const T>(r) + columns.begin * source.stride[1];
+        float* const to = x + (r - rows.begin) * k_block_inputs;
         for (int64_t i = 0; i < count; ++i) {
           to[i] = as_float(from + i * source.stride[1]);
           uint32_t bits;
@@ -222,24 +219,21 @@ static void quantise_fp8(const Args& args, Team& team) {
       const bool finite = largest < 0x7f800000;
       const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : most / 448;
       const float inverse = finite && most > 1e-35f ? 448 / most : 0;
-      for (int64_t row = rows.begin; row < rows.end; ++row) {
-        const int64_t n = rectangle.row + row;
-        const float* const from = x + (row - rows.begin) * k_block_inputs;
+      for (int64_t r = rows.begin; r < rows.end; ++r) {
+        const int64_t n = row + r;
+        const float* const from = x + (r - rows.begin) * k_block_inputs;
         for (int64_t i = 0; i < count; ++i) codes[i] = finite ? to_fp8(from[i] * inverse) : 0;
-        put_bytes(values, n, rectangle.col + columns.begin, codes, count);
-        scales.row<float>(n / kBlockN)[k_block] = scale;
+        put_bytes(w.values, n, col + columns.begin, codes, count);
+        w.scales.row<float>(n / kBlockN)[k_block] = scale;
       }
     });
   });
 }
-TR_KERNEL(quantise_fp8)
 
-// tensors: values, codes[r, c] u8 with any strides; ints: row, col. Calls put(values, output, input, codes, count) with
-// the codes less `zero`.
+// Calls put(values, output, input, codes, count) with the codes source[r, c] u8, any strides, less `zero`.
 template <class Put>
-static void pack_codes(const Args& args, Team& team, uint8_t zero, const Put& put) {
-  const Tensor &values = args.tensor(0), &source = args.tensor(1);
-  const Rectangle rectangle(args, source);
+static void pack_codes(const Tensor& values, const Tensor& source, const Rectangle& rectangle, uint8_t zero, Team& team,
+                       const Put& put) {
   constexpr int64_t kColumns = 512;
   rectangle.for_pieces(kBlockN, kColumns, team, [&](Range rows, Range columns) {
     uint8_t codes[kColumns];
@@ -256,11 +250,13 @@ static void pack_codes(const Args& args, Team& team, uint8_t zero, const Put& pu
   });
 }
 
-static void pack_int4(const Args& args, Team& team) { pack_codes(args, team, 8, put_int4); }
-TR_KERNEL(pack_int4)
+TR_ENTRY(pack_int4, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t col) {
+  pack_codes(w_values, codes, {codes, row, col}, 8, team, put_int4);
+}
 
-static void pack_bytes(const Args& args, Team& team) { pack_codes(args, team, 0, put_bytes); }
-TR_KERNEL(pack_bytes)
+TR_ENTRY(pack_bytes, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t col) {
+  pack_codes(w_values, codes, {codes, row, col}, 0, team, put_bytes);
+}
 
 }  // namespace tilerank::TR_RUNG
 #endif

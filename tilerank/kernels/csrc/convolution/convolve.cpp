@@ -32,15 +32,15 @@ static void convolve(const ShiftedRows<T>& rows, const T* weight, const Finish& 
 
 TR_ENTRY(convolve_f32, Team& team, const Tensor& x, const Tensor& bias, int64_t taps, int64_t dilation,
          const Tensor& scale, const Tensor& residual, const Tensor& out, const Tensor& frequency,
-         const Tensor& magnitude, const Tensor& activated, const Tensor& weight) {
-  convolve<float>({x, taps, dilation}, weight.as<const float>(),
+         const Tensor& magnitude, const Tensor& activated, const FloatWeight& w) {
+  convolve<float>({x, taps, dilation}, w.data.as<const float>(),
                   {bias, scale, residual, out, frequency, magnitude, activated}, team);
 }
 
 TR_ENTRY(convolve_bf16, Team& team, const Tensor& x, const Tensor& bias, int64_t taps, int64_t dilation,
          const Tensor& scale, const Tensor& residual, const Tensor& out, const Tensor& frequency,
-         const Tensor& magnitude, const Tensor& activated, const Tensor& weight) {
-  convolve<bf16>({x, taps, dilation}, weight.as<const bf16>(),
+         const Tensor& magnitude, const Tensor& activated, const FloatWeight& w) {
+  convolve<bf16>({x, taps, dilation}, w.data.as<const bf16>(),
                  {bias, scale, residual, out, frequency, magnitude, activated}, team);
 }
 

@@ -177,7 +177,7 @@ class TapProducts {
 
 TR_ENTRY(convolve_bf16, Team& team, const Tensor& x, const Tensor& bias, int64_t taps, int64_t dilation,
          const Tensor& scale, const Tensor& residual, const Tensor& out, const Tensor& frequency,
-         const Tensor& magnitude, const Tensor& activated, const Tensor& weight) {
+         const Tensor& magnitude, const Tensor& activated, const FloatWeight& w) {
   const Finish finish{bias, scale, residual, out, frequency, magnitude, activated};
   const ShiftedTiles rows(x, taps, dilation);
   char* const memory = static_cast<char*>(team.scratch(rows.bytes()));
@@ -188,7 +188,7 @@ TR_ENTRY(convolve_bf16, Team& team, const Tensor& x, const Tensor& bias, int64_t
       rows.stripes(), blocks(finish.columns, kBlockN), team,
       [&](int64_t stripe) { place = rows.place(stripe, memory); },
       [&](int64_t stripe, int64_t block, int64_t next) {
-        products.multiply(place, rows.rows(stripe), weight.as<const char>(), block, next);
+        products.multiply(place, rows.rows(stripe), w.data.as<const char>(), block, next);
       });
   products.complete();
 }

@@ -38,15 +38,8 @@ void attach(py::type tensor, const py::list& dtypes, py::type error) {
   error_type = error.release().ptr();
 }
 
-void expect_at_most(int limit, Py_ssize_t found, const char* what) {
-  if (found > limit) {
-    throw Error("launch: expected at most " + std::to_string(limit) + " " + what + ", found " + std::to_string(found));
-  }
-}
-
 // Runs a call, or adds it to the recording in progress. tensors: those of the arguments, in their order.
-template <class Tensors>
-void run(int id, Call& call, const Tensors& tensors) {
+void run(int id, Call& call, const std::vector<py::object>& tensors) {
   call.kernel = find_kernel(id, current);
   if (!recording) {
     py::gil_scoped_release unlocked;
@@ -60,22 +53,12 @@ void run(int id, Call& call, const Tensors& tensors) {
   }
 }
 
-void launch(int id, const py::tuple& tensors, const py::tuple& ints, const py::tuple& floats) {
+// Touches a tensor of bytes on all threads.
+void touch(const py::object& data) {
+  static const int id = kernel_id("touch");
   Call call;
-  Args& args = call.args;
-  args.num_tensors = static_cast<int>(tensors.size());
-  args.num_ints = static_cast<int>(ints.size());
-  args.num_floats = static_cast<int>(floats.size());
-  expect_at_most(kMaxTensors, args.num_tensors, "tensors");
-  expect_at_most(kMaxNumbers, args.num_ints, "integers");
-  expect_at_most(kMaxNumbers, args.num_floats, "reals");
-  for (int i = 0; i < args.num_tensors; ++i) {
-    args.tensors[i] = read_tensor(PyTuple_GET_ITEM(tensors.ptr(), i), "launch");
-  }
-  for (int i = 0; i < args.num_ints; ++i) args.ints[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(ints.ptr(), i));
-  for (int i = 0; i < args.num_floats; ++i) args.floats[i] = PyFloat_AsDouble(PyTuple_GET_ITEM(floats.ptr(), i));
-  if (PyErr_Occurred()) throw py::error_already_set();
-  run(id, call, tensors);
+  call.args.tensors[call.args.num_tensors++] = read_tensor(data.ptr(), "touch");
+  run(id, call, {data});
 }
 
 // Runs a kernel by its contract and returns its outputs, or None if the arguments do not fit.
@@ -122,7 +105,6 @@ PYBIND11_MODULE(_C, m) {
     }
     return all;
   });
-  m.def("launch", &launch);
   m.def("start_pool", [](const std::vector<int>& cores, int threads, bool spin) {
     py::gil_scoped_release unlocked;
     Pool::instance().start(cores, threads, spin);
@@ -142,6 +124,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("view", [](const py::object& of, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
                    int64_t first) { return view(arena(), of, shape, strides, first); });
   m.def("alloc", &alloc);
+  m.def("touch", &touch);
   m.def("drop_pages", &drop_pages);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   // Lets a measurement of memory run on tensors of bytes, one for each core, all of one size.

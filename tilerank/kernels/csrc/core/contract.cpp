@@ -9,15 +9,10 @@ namespace tilerank {
 Contract::Contract(std::string name, const py::list& operands) : name_(std::move(name)) {
   for (const py::handle each : operands) {
     const auto fields = each.cast<py::tuple>();
-    Operand operand{fields[0].cast<char>(),
-                    fields[1].cast<Py_ssize_t>(),
-                    fields[2].is_none() ? nullptr : py::object(fields[2]).release().ptr(),
-                    fields[3].cast<bool>(),
-                    fields[4].cast<uint32_t>(),
-                    fields[5].cast<int>(),
-                    fields[6].cast<int>(),
-                    fields[7].cast<int>(),
-                    {}};
+    Operand operand{fields[0].cast<char>(), fields[1].cast<Py_ssize_t>(), {},
+                    fields[3].cast<bool>(), fields[4].cast<uint32_t>(),   fields[5].cast<int>(),
+                    fields[6].cast<int>(),  fields[7].cast<int>(),        {}};
+    for (const py::handle attribute : fields[2]) operand.attributes.push_back(attribute.inc_ref().ptr());
     for (const py::handle size : fields[8]) {
       Size steps;
       for (const py::handle step : size) {
@@ -54,7 +49,8 @@ bool Contract::bind(const py::tuple& arguments, const std::shared_ptr<Arena>& ar
     std::vector<int64_t> shape(known.leading, known.leading + (operand.leading == 1 ? known.num_leading : 0));
     for (const Size& size : operand.sizes) shape.push_back(known.value(size));
     const int dtype = std::countr_zero(accepted(operand, known));
-    tensors.push_back(empty(arena, shape, dtype, operand.kind == 'a'));
+    const bool absent = operand.optional && std::find(shape.begin(), shape.end(), 0) != shape.end();
+    tensors.push_back(absent ? py::none() : empty(arena, shape, dtype, operand.kind == 'a'));
     args.tensors[args.num_tensors++] = read_tensor(tensors.back().ptr(), name_.c_str());
   }
   return true;
@@ -71,8 +67,9 @@ bool Contract::match(const py::tuple& arguments, Known& known, Args& args, std::
     return operand.argument >= 0 && operand.argument < static_cast<Py_ssize_t>(arguments.size());
   };
   const auto value = [&](const Operand& operand) {
-    const auto argument = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(arguments.ptr(), operand.argument));
-    return operand.attribute ? py::object(argument.attr(py::handle(operand.attribute))) : argument;
+    auto found = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(arguments.ptr(), operand.argument));
+    for (PyObject* const name : operand.attributes) found = found.attr(py::handle(name));
+    return found;
   };
   // Numbers and dtypes first: the sizes and dtypes of tensors may be those of arguments behind them.
   for (size_t i = 0; i < operands_.size(); ++i) {

@@ -13,7 +13,7 @@ namespace tilerank {
 
 class Contract {
  public:
-  // operands: tuples (kind, argument, attribute, optional, dtypes, same, symbol, leading, sizes), see Operand.
+  // operands: tuples (kind, argument, attributes, optional, dtypes, same, symbol, leading, sizes), see Operand.
   Contract(std::string name, const py::list& operands);
 
   // Returns whether the arguments, which may be the first ones only, are as the line says.
@@ -34,12 +34,12 @@ class Contract {
   using Size = std::vector<Step>;  // empty: any
 
   struct Operand {
-    char kind;            // t: tensor, o: output, a: output with rows apart, i: integer, f: real;
-                          // s: size, d: dtype or dtypes, which the kernel does not get
-    Py_ssize_t argument;  // its number among the arguments
-    PyObject* attribute;  // its name in that argument, or null: it is the argument itself
-    bool optional;        // may be None
-    uint32_t dtypes;      // bits in the order of kDTypes; 0: those of operand `same`, or any if that is -1
+    char kind;                          // t: tensor, o: output, a: output with rows apart, i: integer, f: real;
+                                        // s: size, d: dtype or dtypes, which the kernel does not get
+    Py_ssize_t argument;                // its number among the arguments
+    std::vector<PyObject*> attributes;  // names that lead from that argument to it
+    bool optional;                      // may be None; an output is None if it would be empty
+    uint32_t dtypes;  // bits in the order of kDTypes; 0: those of operand `same`, or any if that is -1
     int same;
     int symbol;   // of an integer or size
     int leading;  // 1: any number of dimensions comes before the sizes; -1: the sizes are not checked

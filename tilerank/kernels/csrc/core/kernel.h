@@ -20,8 +20,7 @@
 //        #endif
 //
 //      An AMX version is foo_amx.cpp of the same shape with `#define TR_ONLY_AMX` before foreach_isa.h. Without one,
-//      the amx rung runs the avx512_bf16 kernel. Kernels whose operands depend on the format of a weight take `const
-//      Args& args, Team& team` and are registered by TR_KERNEL.
+//      the amx rung runs the avx512_bf16 kernel.
 //   2. A function in kernels/*.py and beside it the contract of the kernel, one line that says its operands, sizes and
 //      dtypes (kernels/contract.py): Contract("foo: x[m, d]:f32|bf16 eps:float -> out[m, d]:x", reference.foo).
 //   3. A function of the same name in kernels/reference/, in plain torch: the definition of correctness.
@@ -48,6 +47,10 @@ enum class Isa : int { reference = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx
 constexpr int kIsas = 5;
 
 enum class DType : uint8_t { f32, bf16, f16, f64, i64, i32, i16, i8, u8, boolean, f8_e4m3, f8_e5m2 };
+constexpr int64_t bytes_of(DType dtype) {
+  constexpr int64_t kBytes[] = {4, 2, 2, 8, 8, 4, 2, 1, 1, 1, 1, 1};
+  return kBytes[static_cast<int>(dtype)];
+}
 
 struct bf16 {
   uint16_t bits;
@@ -75,6 +78,13 @@ struct Tensor {
   T* row(int64_t i) const {
     return static_cast<T*>(data) + i * stride[0];
   }
+  // Returns the tensor from element i of its first dimension on; an absent one stays absent.
+  Tensor from(int64_t i) const {
+    Tensor rest = *this;
+    if (data) rest.data = as<char>() + i * stride[0] * bytes_of(dtype);
+    rest.size[0] -= i;
+    return rest;
+  }
   explicit operator bool() const { return data != nullptr; }
 };
 
@@ -85,10 +95,6 @@ struct Args {
   int64_t ints[kMaxNumbers];
   double floats[kMaxNumbers];
   int num_tensors = 0, num_ints = 0, num_floats = 0;
-
-  const Tensor& tensor(int i) const { return tensors[i]; }
-  int64_t integer(int i) const { return ints[i]; }
-  float real(int i) const { return static_cast<float>(floats[i]); }
 };
 
 struct Range {
@@ -129,12 +135,8 @@ class Team {
 
 using Kernel = void (*)(const Args&, Team&);
 
-// Kernels by name and rung. Filled by static initialisers (TR_KERNEL), read-only afterwards.
+// Kernels by name and rung. Filled by static initialisers (entry.h), read-only afterwards.
 void register_kernel(const char* name, Isa isa, Kernel kernel);
-struct Registration {
-  Registration(const char* name, Isa isa, Kernel kernel) { register_kernel(name, isa, kernel); }
-};
-#define TR_KERNEL(name) static const ::tilerank::Registration registration_##name(#name, TR_ISA, name);
 
 // Calls f(float{}) or f(bf16{}), according to the dtype of an activation or a packed weight.
 template <class F>

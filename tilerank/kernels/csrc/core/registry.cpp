@@ -33,10 +33,14 @@ void register_kernel(const char* name, Isa isa, Kernel kernel) {
   entries()[known->second].versions[static_cast<int>(isa)] = kernel;
 }
 
-void note_parameters(const char* name, const char* parameters) {
+void note_parameters(const char* name, const char* parameters, std::span<const char* const> fields) {
+  std::string text = parameters;
+  for (const char* const names : fields) {
+    if (names) text.append("; ").append(names);
+  }
   std::string& known = entries()[ids().at(name)].parameters;
-  if (known.empty()) known = parameters;
-  if (known != parameters) known += std::string(" or ") + parameters;  // fits no contract
+  if (known.empty()) known = text;
+  if (known != text) known += " or " + text;  // fits no contract
 }
 
 int kernel_id(const std::string& name) {

@@ -1,14 +1,18 @@
 // The arguments and the epilogue of every linear kernel, compiled once per rung (no include guard):
-// out = activation(sums + bias) + residual in fp32, rounded once.
-//
-//   tensors: x[m, k], bias[n] or none, residual[m, width] or none, out[m, width], scratch or none, then the weight's
-//            operands
-//   ints:    the activation
+// out = activation(sums + bias) in fp32, rounded once.
 //
 // A result is 32 columns of `out`. It needs the sums of `parts` consecutive blocks of the weight: two with silu_mul
 // (gate and up), otherwise one.
 
 namespace tilerank::TR_RUNG {
+
+// The arguments of a linear kernel beside the weight. scratch: memory that all threads share, as much as
+// `Weight.scratch` of the format says, or none.
+struct LinearArgs {
+  const Tensor &x, &bias;
+  int64_t activation;
+  const Tensor &out, &scratch;
+};
 
 // Numbered as in linear.py.
 enum class Activation : int64_t { none, silu_mul, gelu, gelu_tanh };
@@ -51,15 +55,14 @@ struct PlainStream {
 };
 
 struct Epilogue {
-  const Tensor &bias, &residual, &out;
+  const Tensor &bias, &out;
   const Activation activation;
   const int64_t parts, results;
 
-  explicit Epilogue(const Args& args)
-      : bias(args.tensor(1)),
-        residual(args.tensor(2)),
-        out(args.tensor(3)),
-        activation(static_cast<Activation>(args.integer(0))),
+  explicit Epilogue(const LinearArgs& args)
+      : bias(args.bias),
+        out(args.out),
+        activation(static_cast<Activation>(args.activation)),
         parts(activation == Activation::silu_mul ? 2 : 1),
         results((out.size[1] + kBlockN - 1) / kBlockN),
         streams_(kLanes == 16 && out.size[0] * row_bytes() >= kStreamBytes && row_bytes() % 64 == 0) {}
@@ -70,21 +73,22 @@ struct Epilogue {
   Epilogue& operator=(const Epilogue&) = delete;
 
   // Writes one row of a result from its sums; with two parts `sums` is the gate and `up` the up projection, otherwise
-  // `up` is not used. Columns beyond the last are dropped.
-  void write(int64_t row, int64_t result, const Vec32& sums, const Vec32& up) const {
+  // `up` is not used. Columns beyond the last are dropped. It is not inlined, because the loops that call it have to
+  // stay small.
+  [[gnu::noinline]] void write(int64_t row, int64_t result, const Vec32& sums, const Vec32& up) const {
     const int64_t first = result * kBlockN;
     if (kLanes == 16 && streams_ && first + kBlockN <= out.size[1]) return write_line(row, first, sums, up);
     for (int v = 0; v < kBlockN / kLanes; ++v) {
       const int64_t column = first + v * kLanes;
       const int64_t count = std::min<int64_t>(kLanes, out.size[1] - column);
-      if (count > 0) write_some(row, column, count, finished(row, column, count, sums[v], up[v]));
+      if (count > 0) write_some(row, column, count, activated(sums[v], up[v], column));
     }
   }
 
   // Calls f(to) with the destination of results of kParts blocks: this, or a PlainStream that does the same.
   template <int kParts, class F>
   void with_destination(const F& f) const {
-    const bool plain = streams_ && !bias && !residual && out.dtype == DType::bf16 && out.size[1] % kBlockN == 0;
+    const bool plain = streams_ && !bias && out.dtype == DType::bf16 && out.size[1] % kBlockN == 0;
     if (plain && (activation == Activation::none || activation == Activation::silu_mul)) {
       f(PlainStream<kParts>{out.as<bf16>(), out.stride[0]});
     } else {
@@ -95,9 +99,8 @@ struct Epilogue {
   template <class F>
   void prefetch(Range rows, int64_t result, F&& prefetch_write) const {
     if (streams_) return;
-    const int64_t element = out.dtype == DType::f32 ? 4 : 2;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
-      prefetch_write(out.as<const char>() + (row * out.stride[0] + result * kBlockN) * element);
+      prefetch_write(out.as<const char>() + (row * out.stride[0] + result * kBlockN) * bytes_of(out.dtype));
     }
   }
 
@@ -106,12 +109,7 @@ struct Epilogue {
     return from.dtype == DType::f32 ? load(from.as<const float>() + i, count) : load(from.as<const bf16>() + i, count);
   }
 
-  int64_t row_bytes() const { return out.size[1] * (out.dtype == DType::f32 ? 4 : 2); }
-
-  Vec finished(int64_t row, int64_t column, int64_t count, Vec sums, Vec up) const {
-    const Vec value = activated(sums, up, column);
-    return residual ? value + load_some(residual, row * residual.stride[0] + column, count) : value;
-  }
+  int64_t row_bytes() const { return out.size[1] * bytes_of(out.dtype); }
 
   Vec activated(Vec sums, Vec up, int64_t column) const {
     if (activation == Activation::silu_mul) {
@@ -139,9 +137,7 @@ struct Epilogue {
   // Writes whole cache lines with non-temporal stores. Ordinary stores would first read each line, which interrupts the
   // stream of the weight, and rows of `out` that are a power of two apart would evict each other.
   void write_line(int64_t row, int64_t column, Vec32 sums, const Vec32& up) const {
-    for (int v = 0; v < kBlockN / kLanes; ++v) {
-      sums[v] = finished(row, column + v * kLanes, kLanes, sums[v], up[v]);
-    }
+    for (int v = 0; v < kBlockN / kLanes; ++v) sums[v] = activated(sums[v], up[v], column + v * kLanes);
     if (out.dtype == DType::f32) {
       stream(out.row<float>(row) + column, sums);
     } else {

@@ -140,16 +140,16 @@ static inline void multiply_int8_rows(int64_t rows, const char* x, const int8_t*
   }
 }
 
-// One block of a weight. The weight's operands are codes, scales and sums (int8.h).
+// One block of a weight.
 struct Int8Block {
   const int8_t* codes;
   const float* scales;
   const int32_t* sums;
 
-  Int8Block(const Tensor* weight, int64_t block, int64_t k)
-      : codes(weight[0].as<const int8_t>() + block * int8_row_bytes(k) * kBlockN),
-        scales(weight[1].as<const float>() + block * kBlockN),
-        sums(weight[2].as<const int32_t>() + block * kBlockN) {}
+  Int8Block(const Int8Weight& w, int64_t block)
+      : codes(w.codes.row<const int8_t>(block)),
+        scales(w.scales.row<const float>(block)),
+        sums(w.sums.row<const int32_t>(block)) {}
 
   // Returns the fp32 products of a row with the block, computed from its integer sums.
   Vec32 values(const Ints* row_sums, float row_scale) const {
@@ -214,9 +214,9 @@ struct Int8Stripe {
   // Computes a result of all rows from `parts` blocks (1 or 2) of a weight, from `block` on. emit(row, sums, last)
   // receives the products of a row with the first and the last of them. sums: kSums integers
   template <class Emit>
-  void multiply(const Tensor* weight, int64_t block, int64_t parts, Ints* sums, const float* row_scales,
+  void multiply(const Int8Weight& w, int64_t block, int64_t parts, Ints* sums, const float* row_scales,
                 const Emit& emit) const {
-    const Int8Block first(weight, block, k), last(weight, block + parts - 1, k);
+    const Int8Block first(w, block), last(w, block + parts - 1);
     Ints* const last_sums = sums + (parts - 1) * kMostRows * kInt8Vecs;
     multiply(first.codes, sums);
     if (parts == 2) multiply(last.codes, last_sums);

@@ -16,4 +16,11 @@ constexpr int64_t kInt8BlockStep = 2048;  // bytes of a block for the inputs of 
 // Bytes of the codes of a row of k activations, padded to whole tiles.
 constexpr int64_t int8_row_bytes(int64_t k) { return blocks(k, kInt8TileK) * kInt8TileK; }
 
+struct Int8Weight {
+  static constexpr const char* kFields = "codes scales sums";
+  Tensor codes, scales, sums;
+
+  Int8Weight from(int64_t block) const { return {codes.from(block), scales.from(block), sums.from(block)}; }
+};
+
 }  // namespace tilerank

@@ -3,8 +3,8 @@
 #include <array>
 
 #include "core/cpu.h"
+#include "core/entry.h"
 #include "core/work_queue.h"
-#include "core/kernel.h"
 #include "linear/pack.h"
 
 #define TR_SOURCE "linear/linear.cpp"
@@ -13,6 +13,7 @@
 #else
 #include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
+#include "linear/entries-inl.h"
 #include "linear/panels-inl.h"
 #include "linear/products-inl.h"
 
@@ -36,17 +37,18 @@ static void multiply_queued(const RowPanels<T>& x, const PackedBlocks<T>& weight
   }
 }
 
+// scratch: a WorkQueue, then RowPanels
 template <class T>
-static void linear(const Args& args, Team& team) {
-  const Tensor& x = args.tensor(0);
+static void linear(const LinearArgs& args, const FloatWeight& w, Team& team) {
+  const Tensor& x = args.x;
   const Epilogue epilogue(args);
-  char* const shared = args.tensor(4).as<char>();
+  char* const shared = args.scratch.as<char>();
   const WorkQueue queue(shared);
   const RowPanels<T> rows(shared + WorkQueue::kBytes, x.size[0], x.size[1]);
   if (team.index == 0) queue.begin();
   rows.pack([&](int64_t row) { return x.row<const T>(row); }, team);
   team.barrier();
-  const PackedBlocks<T> weight{args.tensor(5).as<const T>(), x.size[1]};
+  const PackedBlocks<T> weight{w.data.as<const T>(), x.size[1]};
   void* const memory = team.scratch(products_bytes<T>(rows.m));
   const auto emit = [&](int64_t row, int64_t result, const float* first, const float* last) {
     epilogue.write(row, result, load32(first), load32(last));
@@ -57,12 +59,8 @@ static void linear(const Args& args, Team& team) {
   multiply_queued(rows, weight, epilogue.parts, epilogue.results, queue, team, memory, emit);
 }
 
-// operands: the packed weight; scratch: a WorkQueue, then RowPanels
-static void linear_f32(const Args& args, Team& team) { linear<float>(args, team); }
-TR_KERNEL(linear_f32)
-
-static void linear_bf16(const Args& args, Team& team) { linear<bf16>(args, team); }
-TR_KERNEL(linear_bf16)
+TR_LINEAR(f32, FloatWeight, linear<float>)
+TR_LINEAR(bf16, FloatWeight, linear<bf16>)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -2,7 +2,7 @@
 #ifndef TR_RUNG
 #include <array>
 
-#include "core/kernel.h"
+#include "core/entry.h"
 #include "linear/pack.h"
 
 #define TR_ONLY_AMX
@@ -12,6 +12,7 @@
 #else
 #include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
+#include "linear/entries-inl.h"
 #include "linear/gemm_amx-inl.h"
 #include "linear/finish_amx-inl.h"
 #include "linear/stream_amx-inl.h"
@@ -64,8 +65,8 @@ static void linear_many_rows(int64_t m, const RowTiles& rows, const Blocking& bl
 }
 
 template <int kParts>
-static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(5);
+static void linear(const LinearArgs& args, const Tensor& weight, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.x;
   if (x.size[0] <= kTileRows) return linear_few_rows<kParts>(x, weight, epilogue, team);
   const int64_t row_tiles = blocks(x.size[0], kTileRows), k_tiles = blocks(x.size[1], kTileK);
   const bool streamed = streams_rows(row_tiles, k_tiles);
@@ -74,11 +75,10 @@ static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
   const bool plain =
       !streamed && stride % 128 == 64 && x.size[1] % kTileK == 0 && reinterpret_cast<uintptr_t>(x.data) % 64 == 0;
   const int64_t full = x.size[0] / kTileRows, plain_tiles = !plain ? 0 : full == row_tiles ? full : full / 2 * 2;
-  const RowTiles rows{
-      {args.tensor(4).as<char>(), row_tiles - plain_tiles, k_tiles, streamed ? k_tiles : blocking.panel},
-      x.as<const char>(),
-      stride,
-      plain_tiles};
+  const RowTiles rows{{args.scratch.as<char>(), row_tiles - plain_tiles, k_tiles, streamed ? k_tiles : blocking.panel},
+                      x.as<const char>(),
+                      stride,
+                      plain_tiles};
   if (plain_tiles < row_tiles) {
     Tensor rest = x;
     rest.data = x.row<char>(plain_tiles * kTileRows * 2);
@@ -97,12 +97,12 @@ static void linear(const Args& args, const Epilogue& epilogue, Team& team) {
   });
 }
 
-// operands: the packed weight; scratch: packed rows, round_up(m, 16) * round_up(k, 32) bf16, if m > 16
-static void linear_bf16(const Args& args, Team& team) {
+// scratch: packed rows, round_up(m, 16) * round_up(k, 32) bf16, if m > 16
+static void linear_bf16(const LinearArgs& args, const FloatWeight& w, Team& team) {
   const Epilogue epilogue(args);
-  epilogue.parts == 2 ? linear<2>(args, epilogue, team) : linear<1>(args, epilogue, team);
+  epilogue.parts == 2 ? linear<2>(args, w.data, epilogue, team) : linear<1>(args, w.data, epilogue, team);
 }
-TR_KERNEL(linear_bf16)
+TR_LINEAR(bf16, FloatWeight, linear_bf16)
 
 }  // namespace tilerank::TR_RUNG
 #endif

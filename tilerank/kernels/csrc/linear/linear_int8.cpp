@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "core/cpu.h"
+#include "core/entry.h"
 #include "linear/int8.h"
-#include "core/kernel.h"
 
 #define TR_SOURCE "linear/linear_int8.cpp"
 #include "simd/foreach_isa.h"
@@ -13,6 +13,7 @@
 #else
 #include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
+#include "linear/entries-inl.h"
 #include "linear/int8_rows-inl.h"
 #include "linear/gemm_int8-inl.h"
 
@@ -51,16 +52,16 @@ struct Int8Stripes {
   }
 };
 
-// operands: see int8.h; scratch: Int8Stripes::bytes, or none if every thread quantises all rows for itself
-static void linear_int8(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(5);
+// scratch: Int8Stripes::bytes, or none if every thread quantises all rows for itself
+static void linear_int8(const LinearArgs& args, const Int8Weight& w, Team& team) {
+  const Tensor& x = args.x;
   const Epilogue epilogue(args);
   const int64_t m = x.size[0], k = x.size[1];
-  const bool alone = !args.tensor(4);
+  const bool alone = !args.scratch;
   constexpr size_t kSumsBytes = Int8Stripe::kSums * sizeof(Ints);
   char* const memory = static_cast<char*>(team.scratch(kSumsBytes + (alone ? Int8Stripes::bytes(m, k) : 0)));
   Ints* const sums = reinterpret_cast<Ints*>(memory);
-  const Int8Stripes stripes(m, k, alone ? memory + kSumsBytes : args.tensor(4).as<char>());
+  const Int8Stripes stripes(m, k, alone ? memory + kSumsBytes : args.scratch.as<char>());
   stripes.quantise(x, alone ? Team(nullptr, 0, 1) : team);
   if (!alone) team.barrier();
 
@@ -71,11 +72,10 @@ static void linear_int8(const Args& args, Team& team) {
     const auto emit = [&](int64_t row, const Vec32& values, const Vec32& up) {
       epilogue.write(first + row, result, values, up);
     };
-    stripes[stripe].multiply(&weight, result * epilogue.parts, epilogue.parts, sums, stripes.row_scales() + first,
-                             emit);
+    stripes[stripe].multiply(w, result * epilogue.parts, epilogue.parts, sums, stripes.row_scales() + first, emit);
   }
 }
-TR_KERNEL(linear_int8)
+TR_LINEAR(int8, Int8Weight, linear_int8)
 
 }  // namespace tilerank::TR_RUNG
 #endif

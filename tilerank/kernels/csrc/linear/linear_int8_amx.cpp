@@ -2,8 +2,8 @@
 #ifndef TR_RUNG
 #include <array>
 
+#include "core/entry.h"
 #include "linear/int8.h"
-#include "core/kernel.h"
 
 #define TR_ONLY_AMX
 #define TR_SOURCE "linear/linear_int8_amx.cpp"
@@ -12,6 +12,7 @@
 #else
 #include "simd/blocks-inl.h"
 #include "linear/epilogue-inl.h"
+#include "linear/entries-inl.h"
 #include "linear/gemm_amx-inl.h"
 #include "linear/finish_amx-inl.h"
 #include "linear/int8_rows-inl.h"
@@ -23,9 +24,8 @@ namespace tilerank::TR_RUNG {
 // At most 16 rows. Every thread quantises all of them for itself, while the first part of its weight is being
 // prefetched; this is cheaper than a barrier.
 template <int kParts>
-static void few_rows(const Args& args, const Epilogue& epilogue, Team& team) {
-  const Tensor& x = args.tensor(0);
-  const char* const weight = args.tensor(5).as<const char>();
+static void few_rows(const Tensor& x, const Int8Weight& w, const Epilogue& epilogue, Team& team) {
+  const char* const weight = w.codes.as<const char>();
   const int64_t m = x.size[0], k_tiles = blocks(x.size[1], kInt8TileK);
   const PackedRows rows{static_cast<char*>(team.scratch(static_cast<size_t>(k_tiles * kTileBytes))), 1, k_tiles,
                         k_tiles};
@@ -35,16 +35,16 @@ static void few_rows(const Args& args, const Epilogue& epilogue, Team& team) {
   for (int64_t r = 0; r < m; ++r) {
     row_scales[r] = quantise_into(x.row<const bf16>(r), x.size[1], rows, 0, r, ahead);
   }
-  const ProductFinish<kParts, Epilogue, Int8Scaling> finish{epilogue, {row_scales, args.tensor(6).as<const float>()}};
+  const ProductFinish<kParts, Epilogue, Int8Scaling> finish{epilogue, {row_scales, w.scales.as<const float>()}};
   stream_results<kParts>(rows, m, weight, own, finish);
 }
 
 template <int kParts>
-static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
-  const Tensor& x = args.tensor(0);
+static void many_rows(const LinearArgs& args, const Int8Weight& w, const Epilogue& epilogue, Team& team) {
+  const Tensor& x = args.x;
   const int64_t m = x.size[0], row_tiles = blocks(m, kTileRows), k_tiles = blocks(x.size[1], kInt8TileK);
   const Blocking blocking = Blocking::of(row_tiles, k_tiles);
-  const PackedRows rows{args.tensor(4).as<char>(), row_tiles, k_tiles, blocking.panel};
+  const PackedRows rows{args.scratch.as<char>(), row_tiles, k_tiles, blocking.panel};
   float* const row_scales = reinterpret_cast<float*>(rows.data + row_tiles * k_tiles * kTileBytes);
   const Range quantised = team.share(m);
   FirstBlocks none(nullptr, {0, 0}, 0);
@@ -57,26 +57,25 @@ static void many_rows(const Args& args, const Epilogue& epilogue, Team& team) {
   float* const sums = static_cast<float*>(team.scratch(band_sums<kParts>(rows, blocking) * sizeof(float)));
   const Grid grid(team, row_tiles, epilogue.results, 64);
   epilogue.with_destination<kParts>([&]<class To>(const To& to) {
-    const ProductFinish<kParts, To, Int8Scaling> finish{to, {row_scales, args.tensor(6).as<const float>()}};
+    const ProductFinish<kParts, To, Int8Scaling> finish{to, {row_scales, w.scales.as<const float>()}};
     grid.for_stripes(blocking.stripe, [&](Range stripe) {
-      multiply_stripe<Int8Dot, kParts>(rows, stripe, args.tensor(5).as<const char>(), grid.results, blocking, m, sums,
-                                       finish, stripe.end == grid.row_tiles.end);
+      multiply_stripe<Int8Dot, kParts>(rows, stripe, w.codes.as<const char>(), grid.results, blocking, m, sums, finish,
+                                       stripe.end == grid.row_tiles.end);
     });
   });
 }
 
-// operands: see int8.h, whose sums are unused; scratch: the codes of x, round_up(m, 16) * round_up(k, 64) bytes, then
-// [m] fp32 row scales
-static void linear_int8(const Args& args, Team& team) {
+// scratch: the codes of x, round_up(m, 16) * round_up(k, 64) bytes, then [m] fp32 row scales
+static void linear_int8(const LinearArgs& args, const Int8Weight& w, Team& team) {
   const Epilogue epilogue(args);
-  const bool few = args.tensor(0).size[0] <= kTileRows;
+  const bool few = args.x.size[0] <= kTileRows;
   if (epilogue.parts == 2) {
-    few ? few_rows<2>(args, epilogue, team) : many_rows<2>(args, epilogue, team);
+    few ? few_rows<2>(args.x, w, epilogue, team) : many_rows<2>(args, w, epilogue, team);
   } else {
-    few ? few_rows<1>(args, epilogue, team) : many_rows<1>(args, epilogue, team);
+    few ? few_rows<1>(args.x, w, epilogue, team) : many_rows<1>(args, w, epilogue, team);
   }
 }
-TR_KERNEL(linear_int8)
+TR_LINEAR(int8, Int8Weight, linear_int8)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -2,7 +2,7 @@
 #ifndef TR_RUNG
 #include <array>
 
-#include "core/kernel.h"
+#include "core/entry.h"
 #include "linear/pack.h"
 
 #define TR_SOURCE "linear/pack.cpp"
@@ -145,17 +145,13 @@ static void pack_rectangle(const Tensor& data, const Tensor& rows, const Corner&
   end_streams();
 }
 
-// tensors: data[blocks of 32 outputs, elements of a block] with any block stride, rows[r, c] with any strides;
-// ints: row, col
-static void pack(const Args& args, Team& team) {
-  const Corner at{args.integer(0), args.integer(1)};
-  const Tensor &data = args.tensor(0), &rows = args.tensor(1);
-  for_float(data.dtype, [&](auto to) {
+// w_data: blocks of 32 outputs with any block stride; rows[r, c] with any strides
+TR_ENTRY(pack, Team& team, const Tensor& w_data, const Tensor& rows, int64_t row, int64_t col) {
+  for_float(w_data.dtype, [&](auto to) {
     for_source("pack", rows.dtype,
-               [&](auto from) { pack_rectangle<decltype(to), decltype(from)>(data, rows, at, team); });
+               [&](auto from) { pack_rectangle<decltype(to), decltype(from)>(w_data, rows, {row, col}, team); });
   });
 }
-TR_KERNEL(pack)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -2,8 +2,8 @@
 #ifndef TR_RUNG
 #include <array>
 
+#include "core/entry.h"
 #include "linear/int8.h"
-#include "core/kernel.h"
 
 #define TR_SOURCE "linear/pack_int8.cpp"
 #include "simd/foreach_isa.h"
@@ -23,29 +23,25 @@ static inline int8_t* quads_of(int8_t* block, int64_t n, int64_t t) {
   return block + t * kInt8BlockStep + n % kBlockN / 16 * 1024 + n % 16 * 4;
 }
 
-// The operands of a weight with any block stride.
-struct Int8Blocks {
-  const Tensor &codes, &scales, &sums;
-
-  // Writes output n. codes_at(chunk, t) fills `chunk` with the codes of inputs from 64 t on.
-  template <class CodesAt>
-  void put(int64_t n, int64_t k, float scale, const CodesAt& codes_at) const {
-    const int64_t block = n / kBlockN, output = n % kBlockN;
-    int32_t sum = 0;
-    for (int64_t t = 0; t < blocks(k, kInt8TileK); ++t) {
-      alignas(64) int8_t chunk[kInt8TileK] = {};
-      codes_at(chunk, t);
-      int8_t* const to = quads_of(codes.row<int8_t>(block), n, t);
-      for (int64_t quad = 0; quad < 16; ++quad) std::memcpy(to + quad * kQuadStride, chunk + quad * 4, 4);
-      for (const int8_t code : chunk) sum += code;
-    }
-    scales.row<float>(block)[output] = scale;
-    sums.row<int32_t>(block)[output] = sum;
+// Writes output n of a weight with any block stride. codes_at(chunk, t) fills `chunk` with the codes of inputs from 64
+// t on.
+template <class CodesAt>
+static void put_output(const Int8Weight& w, int64_t n, int64_t k, float scale, const CodesAt& codes_at) {
+  const int64_t block = n / kBlockN, output = n % kBlockN;
+  int32_t sum = 0;
+  for (int64_t t = 0; t < blocks(k, kInt8TileK); ++t) {
+    alignas(64) int8_t chunk[kInt8TileK] = {};
+    codes_at(chunk, t);
+    int8_t* const to = quads_of(w.codes.row<int8_t>(block), n, t);
+    for (int64_t quad = 0; quad < 16; ++quad) std::memcpy(to + quad * kQuadStride, chunk + quad * 4, 4);
+    for (const int8_t code : chunk) sum += code;
   }
-};
+  w.scales.row<float>(block)[output] = scale;
+  w.sums.row<int32_t>(block)[output] = sum;
+}
 
 template <class T>
-static void quantise_and_pack(const Int8Blocks& weight, const Tensor& rows, int64_t first, Team& team) {
+static void quantise_and_pack(const Int8Weight& w, const Tensor& rows, int64_t first, Team& team) {
   const int64_t k = rows.size[1], stride = rows.stride[1];
   float* const values = static_cast<float*>(team.scratch(static_cast<size_t>(k) * sizeof(float)));
   const Range own = team.share(rows.size[0]);
@@ -53,58 +49,48 @@ static void quantise_and_pack(const Int8Blocks& weight, const Tensor& rows, int6
     const T* const from = rows.row<const T>(row);
     for (int64_t i = 0; i < k; ++i) values[i] = as_float(from + i * stride);
     const Quantiser quantiser(largest_bits(values, k));
-    weight.put(first + row, k, quantiser.scale, [&](int8_t* chunk, int64_t t) {
+    put_output(w, first + row, k, quantiser.scale, [&](int8_t* chunk, int64_t t) {
       const int64_t i = t * kInt8TileK;
       if (quantiser.finite()) store_codes(chunk, values + i, std::min(kInt8TileK, k - i), set(quantiser.inverse));
     });
   }
 }
 
-// tensors: codes[blocks of 32 outputs, bytes of a block], scales[blocks, 32] and sums[blocks, 32] with any block
-// stride, rows[r, k] with any strides; ints: row
-static void quantise_int8(const Args& args, Team& team) {
-  const Int8Blocks weight{args.tensor(0), args.tensor(1), args.tensor(2)};
-  const Tensor& rows = args.tensor(3);
-  for_source("quantise_int8", rows.dtype,
-             [&](auto type) { quantise_and_pack<decltype(type)>(weight, rows, args.integer(0), team); });
+// rows[r, k] with any strides
+TR_ENTRY(quantise_int8, Team& team, const Int8Weight& w, const Tensor& rows, int64_t row) {
+  for_source("quantise_int8", rows.dtype, [&](auto type) { quantise_and_pack<decltype(type)>(w, rows, row, team); });
 }
-TR_KERNEL(quantise_int8)
 
-// tensors: codes, scales, sums as in quantise_int8, rows[r, k] int8 with any strides, row_scales[r] f32; ints: row
-static void pack_int8(const Args& args, Team& team) {
-  const Int8Blocks weight{args.tensor(0), args.tensor(1), args.tensor(2)};
-  const Tensor &rows = args.tensor(3), &row_scales = args.tensor(4);
-  const int64_t k = rows.size[1], stride = rows.stride[1];
-  const Range own = team.share(rows.size[0]);
-  for (int64_t row = own.begin; row < own.end; ++row) {
-    const int8_t* const from = rows.row<const int8_t>(row);
-    const float scale = row_scales.as<const float>()[row * row_scales.stride[0]];
-    weight.put(args.integer(0) + row, k, scale, [&](int8_t* chunk, int64_t t) {
+// codes[r, k] with any strides
+TR_ENTRY(pack_int8, Team& team, const Int8Weight& w, const Tensor& codes, const Tensor& scales, int64_t row) {
+  const int64_t k = codes.size[1], stride = codes.stride[1];
+  const Range own = team.share(codes.size[0]);
+  for (int64_t r = own.begin; r < own.end; ++r) {
+    const int8_t* const from = codes.row<const int8_t>(r);
+    put_output(w, row + r, k, *scales.row<const float>(r), [&](int8_t* chunk, int64_t t) {
       const int64_t i = t * kInt8TileK;
       for (int64_t j = 0; j < std::min(kInt8TileK, k - i); ++j) chunk[j] = from[(i + j) * stride];
     });
   }
 }
-TR_KERNEL(pack_int8)
 
-// tensors: ids[t] i64, codes and scales (contiguous), out[t, k] bf16; ints: first_row, n
-static void embedding_int8(const Args& args, Team& team) {
-  const Tensor &ids = args.tensor(0), &out = args.tensor(3);
+TR_ENTRY(embedding_int8, Team& team, const Tensor& ids, const Int8Weight& w, int64_t first_row, int64_t n,
+         const Tensor& out) {
   constexpr int64_t kPiece = 512;  // columns of a task: several threads share the single row of a decode step
   const int64_t k = out.size[1], pieces = blocks(k, kPiece);
   const Range tasks = team.share(ids.size[0] * pieces);
   for (int64_t task = tasks.begin; task < tasks.end; ++task) {
-    const int64_t n = ids.as<int64_t>()[task / pieces * ids.stride[0]] - args.integer(0);
+    const int64_t row = *ids.row<int64_t>(task / pieces) - first_row;
     const int64_t begin = task % pieces * kPiece, end = std::min(begin + kPiece, k);
     bf16* const to = out.row<bf16>(task / pieces);
-    if (n < 0 || n >= args.integer(1)) {
+    if (row < 0 || row >= n) {
       std::memset(to + begin, 0, static_cast<size_t>(end - begin) * sizeof(bf16));
       continue;
     }
-    int8_t* const block = args.tensor(1).as<int8_t>() + n / kBlockN * int8_row_bytes(k) * kBlockN;
-    const Vec scale = set(args.tensor(2).as<const float>()[n]);
+    int8_t* const block = w.codes.row<int8_t>(row / kBlockN);
+    const Vec scale = set(w.scales.row<const float>(row / kBlockN)[row % kBlockN]);
     for (int64_t i = begin; i < end; i += 64) {
-      const int8_t* const quads = quads_of(block, n, i / 64);
+      const int8_t* const quads = quads_of(block, row, i / 64);
       float values[64];
       for (int64_t j = 0; j < 64; ++j) values[j] = static_cast<float>(quads[j / 4 * kQuadStride + j % 4]);
       for (int64_t j = 0; j < std::min<int64_t>(64, end - i); j += kLanes) {
@@ -113,7 +99,6 @@ static void embedding_int8(const Args& args, Team& team) {
     }
   }
 }
-TR_KERNEL(embedding_int8)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <string>
 
+#include "core/entry.h"
 #include "core/work_queue.h"
-#include "core/kernel.h"
 #include "linear/pack.h"
 
 namespace tilerank {
@@ -92,43 +92,26 @@ class ExpertBatches {
   const int64_t pairs_;
 };
 
-// The arguments of the MoE kernels of all formats and rungs.
-//
-//   tensors: x[m, hidden], ids[m, top] i32, weights[m, top] f32, middle and expert_out (working memory), out[m,
-//   hidden],
-//            queues (two WorkQueues), then the operands of gate_up and of down, as many as a weight of the format has
-//   ints:    experts, width
+// The arguments of the MoE kernels of all formats and rungs. gate_up, down: the weights of all experts.
+template <class Weight>
 struct ExpertsArgs {
-  explicit ExpertsArgs(const Args& args)
-      : x(args.tensor(0)),
-        ids(args.tensor(1)),
-        weights(args.tensor(2)),
-        middle(args.tensor(3)),
-        expert_out(args.tensor(4)),
-        out(args.tensor(5)),
-        queues(args.tensor(6).as<char>()),
-        gate_up(&args.tensor(kOperands)),
-        down(gate_up + (args.num_tensors - kOperands) / 2),
-        experts(args.integer(0)),
-        width(args.integer(1)),
-        hidden(x.size[1]),
-        width_blocks(blocks(width, kBlockN)),
-        hidden_blocks(blocks(hidden, kBlockN)) {}
-
-  static constexpr int kOperands = 7;
-
-  const Tensor &x, &ids, &weights;
-  const Tensor& middle;      // [row tiles of all batches * 16][width up to 32s], fp32 or narrower
-  const Tensor& expert_out;  // fp32 [m * top][hidden up to 32s]: the output of every choice
+  const Tensor& x;  // [m, hidden]
+  const Weight &gate_up, &down;
+  const Tensor &ids, &weights;  // [m, top]
+  const int64_t experts, width;
   const Tensor& out;
-  char* const queues;            // memory of two WorkQueues
-  const Tensor *gate_up, *down;  // operands of the weights of all experts
-  const int64_t experts, width, hidden, width_blocks, hidden_blocks;
+  const Tensor& middle;      // [row tiles of all batches * 16][width up to 32s], fp32 or narrower
+  const Tensor& expert_out;  // [m * top][hidden up to 32s]: the output of every choice
+  const Tensor& queues;      // memory of two WorkQueues
+
+  const int64_t hidden = x.size[1];
+  const int64_t width_blocks = blocks(width, kBlockN), hidden_blocks = blocks(hidden, kBlockN);
 };
 
 // The work queues of both projections.
 struct ExpertQueues {
-  ExpertQueues(const ExpertsArgs& a, Team& team) : gate_up(a.queues), down(a.queues + WorkQueue::kBytes) {
+  ExpertQueues(const Tensor& memory, Team& team)
+      : gate_up(memory.as<char>()), down(memory.as<char>() + WorkQueue::kBytes) {
     if (team.index == 0) gate_up.begin(), down.begin();
     team.barrier();
   }

@@ -36,7 +36,7 @@ static void pack_rows(const Row& row, int64_t count, int64_t k, const PackedRows
   }
 }
 
-// Product<parts> is one projection, made from its operands, the results and the inputs of an expert, and
+// Product<parts> is one projection, made from its weight, the results and the inputs of an expert, and
 // bytes(args) bytes of memory. stripe(row tiles) is the number of row tiles that are multiplied at a time,
 // panel(row tiles) the panel of their PackedRows. It multiplies rows, which it packs first, or rows of `middle`:
 //
@@ -45,11 +45,12 @@ static void pack_rows(const Row& row, int64_t count, int64_t k, const PackedRows
 template <template <int> class Product, class Rounds, bool kStreams>
 class TileExperts {
  public:
+  using Arguments = ExpertsArgs<typename Product<1>::Weight>;
   using Input = bf16;
   static constexpr int64_t kMemoryBoundRows = Product<1>::kMemoryBoundRows;
 
-  static size_t bytes(const ExpertsArgs& a) { return Product<1>::bytes(a); }
-  TileExperts(const ExpertsArgs& args, const ExpertBatches& batches, char* memory)
+  static size_t bytes(const Arguments& a) { return Product<1>::bytes(a); }
+  TileExperts(const Arguments& args, const ExpertBatches& batches, char* memory)
       : a_(args),
         batches_(batches),
         gate_up_(args, args.gate_up, args.width_blocks, args.hidden, memory),
@@ -60,7 +61,7 @@ class TileExperts {
     const int64_t stripe = gate_up_.stripe(middle.row_tiles);
     for (int64_t tile = 0; tile < middle.row_tiles; tile += stripe) {
       const int32_t* const pairs = batches_.order + batch.first + tile * kTileRows;
-      const auto row = [&](int64_t i) { return a_.x.row<const bf16>(pairs[i] / batches_.top); };
+      const auto row = [&](int64_t i) { return a_.x.template row<const bf16>(pairs[i] / batches_.top); };
       const int64_t m = std::min(stripe * kTileRows, batch.rows - tile * kTileRows);
       gate_up_.multiply_rows(row, m, batch, own, batches_, ToMiddleTiles<Rounds, kStreams>{middle, tile});
     }
@@ -78,11 +79,11 @@ class TileExperts {
  private:
   PackedRows middle_of(const ExpertBatch& batch) const {
     const int64_t row_tiles = blocks(batch.rows, kTileRows);
-    return {a_.middle.as<char>() + batch.row_tile * a_.width_blocks * kTileBytes, row_tiles, a_.width_blocks,
+    return {a_.middle.template as<char>() + batch.row_tile * a_.width_blocks * kTileBytes, row_tiles, a_.width_blocks,
             down_.panel(row_tiles)};
   }
 
-  const ExpertsArgs& a_;
+  const Arguments& a_;
   const ExpertBatches& batches_;
   const Product<2> gate_up_;
   const Product<1> down_;

@@ -17,20 +17,21 @@ namespace tilerank::TR_RUNG {
 template <class T>
 class FloatProduct {
  public:
+  using Weight = FloatWeight;
+  using Arguments = ExpertsArgs<Weight>;
   using Input = T;
   using Middle = T;
   using Rounds = T;
   static constexpr int64_t kMemoryBoundRows = kLanes;
 
-  static size_t bytes(const ExpertsArgs& a) {
+  static size_t bytes(const Arguments& a) {
     return products_bytes<T>(chunk(a)) + RowPanels<T>::bytes(chunk(a), std::max(a.hidden, a.width));
   }
-  FloatProduct(const ExpertsArgs& a, char* memory) : chunk_(chunk(a)), memory_(memory) {}
+  FloatProduct(const Arguments& a, char* memory) : chunk_(chunk(a)), memory_(memory) {}
 
   template <int kParts, class Row, class To>
-  void multiply(const Tensor* weight, int64_t first_block, int64_t k, int64_t m, Range own, const Row& row,
-                const To& to) const {
-    const PackedBlocks<T> blocks{weight->as<const T>() + first_block * block_elements<T>(k), k};
+  void multiply(const Weight& w, int64_t k, int64_t m, Range own, const Row& row, const To& to) const {
+    const PackedBlocks<T> blocks{w.data.as<const T>(), k};
     for (int64_t first = 0; first < m; first += chunk_) {
       const RowPanels<T> panels(memory_ + products_bytes<T>(chunk_), std::min(chunk_, m - first), k);
       panels.pack_all([&](int64_t i) { return row(first + i); });
@@ -43,17 +44,14 @@ class FloatProduct {
 
  private:
   // Rows that are multiplied at a time.
-  static int64_t chunk(const ExpertsArgs& a) { return std::min(a.ids.size[0] * a.ids.size[1], kStripe * kPanelRows); }
+  static int64_t chunk(const Arguments& a) { return std::min(a.ids.size[0] * a.ids.size[1], kStripe * kPanelRows); }
 
   const int64_t chunk_;
   char* const memory_;
 };
 
-static void moe_f32(const Args& args, Team& team) { moe<RowExperts<FloatProduct<float> > >(args, team); }
-TR_KERNEL(moe_f32)
-
-static void moe_bf16(const Args& args, Team& team) { moe<RowExperts<FloatProduct<bf16> > >(args, team); }
-TR_KERNEL(moe_bf16)
+TR_MOE(f32, FloatWeight, RowExperts<FloatProduct<float> >)
+TR_MOE(bf16, FloatWeight, RowExperts<FloatProduct<bf16> >)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -21,14 +21,16 @@ namespace tilerank::TR_RUNG {
 template <int kParts>
 class Bf16TileProduct {
  public:
+  using Weight = FloatWeight;
+  using Arguments = ExpertsArgs<Weight>;
   static constexpr int64_t kMemoryBoundRows = 192;
 
-  static size_t bytes(const ExpertsArgs& a) {
+  static size_t bytes(const Arguments& a) {
     const int64_t k_tiles = blocks(a.hidden, kTileK);
     return sums_bytes(a) + std::max(Blocking::of(kMany, k_tiles).stripe, kTilesAtOnce) * k_tiles * kTileBytes;
   }
-  Bf16TileProduct(const ExpertsArgs& a, const Tensor* weight, int64_t results, int64_t k, char* memory)
-      : weight_(weight->as<const char>()),
+  Bf16TileProduct(const Arguments& a, const Weight& w, int64_t results, int64_t k, char* memory)
+      : weight_(w.data.as<const char>()),
         results_(results),
         k_(k),
         k_tiles_(blocks(k, kTileK)),
@@ -61,7 +63,7 @@ class Bf16TileProduct {
   }
 
   // Sufficient for both projections and any batch.
-  static size_t sums_bytes(const ExpertsArgs& a) {
+  static size_t sums_bytes(const Arguments& a) {
     const auto many = [](auto parts, int64_t k_tiles) {
       const Blocking blocking = Blocking::of(kMany, k_tiles);
       return band_sums<parts>({nullptr, 0, k_tiles, blocking.panel}, blocking);
@@ -89,8 +91,7 @@ class Bf16TileProduct {
 };
 
 // Non-temporal stores: ordinary stores would first read each line and compete with the stream of the weight.
-static void moe_bf16(const Args& args, Team& team) { moe<TileExperts<Bf16TileProduct, bf16, true> >(args, team); }
-TR_KERNEL(moe_bf16)
+TR_MOE(bf16, FloatWeight, TileExperts<Bf16TileProduct, bf16, true>)
 
 }  // namespace tilerank::TR_RUNG
 #endif

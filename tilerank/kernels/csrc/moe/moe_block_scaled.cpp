@@ -19,22 +19,22 @@ namespace tilerank::TR_RUNG {
 template <class Format>
 class BlockScaledProduct {
  public:
+  using Weight = typename Format::Weight;
   using Input = bf16;
   using Middle = bf16;
   using Rounds = float;
   static constexpr int64_t kMemoryBoundRows = kPanelRows;
 
-  static size_t bytes(const ExpertsArgs& a) {
+  static size_t bytes(const ExpertsArgs<Weight>& a) {
     const int64_t rows = std::min(a.ids.size[0] * a.ids.size[1], kStripeRows);
     return sizeof(BlockScaledScratch) + std::max(BlockScaledRows::bytes(rows, a.hidden, Format(a.gate_up).k_blocks),
                                                  BlockScaledRows::bytes(rows, a.width, Format(a.down).k_blocks));
   }
-  BlockScaledProduct(const ExpertsArgs&, char* memory) : memory_(memory) {}
+  BlockScaledProduct(const ExpertsArgs<Weight>&, char* memory) : memory_(memory) {}
 
   template <int kParts, class Row, class To>
-  void multiply(const Tensor* operands, int64_t first_block, int64_t k, int64_t m, Range own, const Row& row,
-                const To& to) const {
-    const Format weight(operands, first_block);
+  void multiply(const Weight& w, int64_t k, int64_t m, Range own, const Row& row, const To& to) const {
+    const Format weight(w);
     for (int64_t first = 0; first < m; first += kStripeRows) {
       const BlockScaledRows packed(memory_ + sizeof(BlockScaledScratch), std::min(kStripeRows, m - first), k, weight);
       packed.pack([&](int64_t i) { return row(first + i); }, weight, Team(nullptr, 0, 1));
@@ -49,11 +49,11 @@ class BlockScaledProduct {
   char* const memory_;
 };
 
-template <class Format>
-static void moe_of(const Args& args, Team& team) {
-  moe<RowExperts<BlockScaledProduct<Format> > >(args, team);
-}
-TR_BLOCK_SCALED_KERNELS(moe, moe_of)
+TR_MOE(int4, OutputScaledWeight, RowExperts<BlockScaledProduct<Int4> >)
+TR_MOE(fp8, ByteCodesWeight, RowExperts<BlockScaledProduct<Fp8> >)
+TR_MOE(block_int8, ByteCodesWeight, RowExperts<BlockScaledProduct<BlockInt8> >)
+TR_MOE(channel_fp8, OutputScaledWeight, RowExperts<BlockScaledProduct<ChannelFp8> >)
+TR_MOE(group_int8, OutputScaledWeight, RowExperts<BlockScaledProduct<GroupInt8> >)
 
 }  // namespace tilerank::TR_RUNG
 #endif

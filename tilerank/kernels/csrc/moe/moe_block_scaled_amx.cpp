@@ -21,22 +21,24 @@ namespace tilerank::TR_RUNG {
 template <class Format, int kParts>
 class BlockScaledTileProduct {
  public:
+  using Weight = typename Format::Weight;
+  using Arguments = ExpertsArgs<Weight>;
   static constexpr int64_t kMemoryBoundRows = 64;
 
-  static size_t bytes(const ExpertsArgs& a) {
-    const auto sums = [](const Tensor* operands) {
-      const Format weight(operands);
+  static size_t bytes(const Arguments& a) {
+    const auto sums = [](const Weight& w) {
+      const Format weight(w);
       return std::max(static_cast<size_t>(weight.k_blocks * kTileRows) * sizeof(float),
                       BlockScaledTileScratch::bytes(BlockScaledBlocking::panel(weight)));
     };
     return row_bytes(a) + std::max(sums(a.gate_up), sums(a.down));
   }
-  BlockScaledTileProduct(const ExpertsArgs& a, const Tensor* operands, int64_t results, int64_t k, char* memory)
-      : operands_(operands),
+  BlockScaledTileProduct(const Arguments& a, const Weight& w, int64_t results, int64_t k, char* memory)
+      : weights_(w),
         results_(results),
         k_(k),
         k_tiles_(blocks(k, kTileK)),
-        many_panel_(BlockScaledBlocking::panel(Format(operands))),
+        many_panel_(BlockScaledBlocking::panel(Format(w))),
         rows_(memory),
         sums_(memory + row_bytes(a)) {}
 
@@ -67,10 +69,10 @@ class BlockScaledTileProduct {
   }
 
  private:
-  static size_t row_bytes(const ExpertsArgs& a) {
+  static size_t row_bytes(const Arguments& a) {
     return static_cast<size_t>(BlockScaledBlocking::kStripe * blocks(a.hidden, kTileK) * kTileBytes);
   }
-  Format weight_of(const ExpertBatch& batch) const { return Format(operands_, batch.expert * results_ * kParts); }
+  Format weight_of(const ExpertBatch& batch) const { return Format(weights_.from(batch.expert * results_ * kParts)); }
 
   // At most 16 rows. The first part of the weight is prefetched while rows_in(memory for sums over K-blocks) makes
   // FewRows.
@@ -97,7 +99,7 @@ class BlockScaledTileProduct {
                                          BlockScaledTileScratch(sums_, rows.panel), ProductFinish<kParts, To>{to});
   }
 
-  const Tensor* const operands_;
+  const Weight& weights_;  // of all experts
   const int64_t results_, k_, k_tiles_, many_panel_;
   char *const rows_, *const sums_;
 };
@@ -108,11 +110,11 @@ struct Of {
   using Product = BlockScaledTileProduct<Format, kParts>;
 };
 
-template <class Format>
-static void moe_of(const Args& args, Team& team) {
-  moe<TileExperts<Of<Format>::template Product, float, false> >(args, team);
-}
-TR_BLOCK_SCALED_KERNELS(moe, moe_of)
+TR_MOE(int4, OutputScaledWeight, TileExperts<Of<Int4>::Product, float, false>)
+TR_MOE(fp8, ByteCodesWeight, TileExperts<Of<Fp8>::Product, float, false>)
+TR_MOE(block_int8, ByteCodesWeight, TileExperts<Of<BlockInt8>::Product, float, false>)
+TR_MOE(channel_fp8, OutputScaledWeight, TileExperts<Of<ChannelFp8>::Product, float, false>)
+TR_MOE(group_int8, OutputScaledWeight, TileExperts<Of<GroupInt8>::Product, float, false>)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -19,20 +19,20 @@ namespace tilerank::TR_RUNG {
 // Rows are quantised and multiplied a stripe at a time. memory: the sums of a stripe with two blocks, then its codes.
 class Int8Product {
  public:
+  using Weight = Int8Weight;
   using Input = bf16;
   using Middle = float;
   using Rounds = float;
   static constexpr int64_t kMemoryBoundRows = kLanes == 16 ? 24 : 4;
 
-  static size_t bytes(const ExpertsArgs& a) {
+  static size_t bytes(const ExpertsArgs<Weight>& a) {
     const int64_t row_bytes = Int8Stripe::row_bytes(std::max(a.hidden, a.width));
     return Int8Stripe::kSums * sizeof(Ints) + static_cast<size_t>(Int8Stripe::kMostRows * row_bytes);
   }
-  Int8Product(const ExpertsArgs&, char* memory) : memory_(memory) {}
+  Int8Product(const ExpertsArgs<Weight>&, char* memory) : memory_(memory) {}
 
   template <int kParts, class Row, class To>
-  void multiply(const Tensor* weight, int64_t first_block, int64_t k, int64_t m, Range own, const Row& row,
-                const To& to) const {
+  void multiply(const Weight& w, int64_t k, int64_t m, Range own, const Row& row, const To& to) const {
     Ints* const sums = reinterpret_cast<Ints*>(memory_);
     float row_scales[Int8Stripe::kMostRows];
     for (int64_t first = 0; first < m; first += Int8Stripe::kMostRows) {
@@ -43,7 +43,7 @@ class Int8Product {
         const auto emit = [&](int64_t i, const Vec32& values, const Vec32& up) {
           to.write(first + i, result, values, up);
         };
-        stripe.multiply(weight, first_block + result * kParts, kParts, sums, row_scales, emit);
+        stripe.multiply(w, result * kParts, kParts, sums, row_scales, emit);
       }
     }
   }
@@ -52,8 +52,7 @@ class Int8Product {
   char* const memory_;
 };
 
-static void moe_int8(const Args& args, Team& team) { moe<RowExperts<Int8Product> >(args, team); }
-TR_KERNEL(moe_int8)
+TR_MOE(int8, Int8Weight, RowExperts<Int8Product>)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -21,20 +21,20 @@ namespace tilerank::TR_RUNG {
 // Rows are quantised and multiplied a stripe at a time. memory: row scales, sums and codes of a stripe.
 class Int8TileProduct {
  public:
+  using Weight = Int8Weight;
   using Input = bf16;
   using Middle = float;
   using Rounds = float;
   static constexpr int64_t kMemoryBoundRows = 192;
 
-  static size_t bytes(const ExpertsArgs& a) { return std::max(bytes(a.hidden), bytes(a.width)); }
-  Int8TileProduct(const ExpertsArgs&, char* memory) : memory_(memory) {}
+  static size_t bytes(const ExpertsArgs<Weight>& a) { return std::max(bytes(a.hidden), bytes(a.width)); }
+  Int8TileProduct(const ExpertsArgs<Weight>&, char* memory) : memory_(memory) {}
 
   template <int kParts, class Row, class To>
-  void multiply(const Tensor* weight, int64_t first_block, int64_t k, int64_t rows, Range own, const Row& row,
-                const To& to) const {
+  void multiply(const Weight& w, int64_t k, int64_t rows, Range own, const Row& row, const To& to) const {
     const int64_t k_tiles = blocks(k, kInt8TileK);
-    const char* const codes = weight[0].as<const char>() + first_block * k_tiles * kInt8BlockStep;
-    const float* const scales = weight[1].as<const float>() + first_block * kBlockN;
+    const char* const codes = w.codes.as<const char>();
+    const float* const scales = w.scales.as<const float>();
     const Blocking blocking = Blocking::of(blocks(rows, kTileRows), k_tiles);
     float *const row_scales = reinterpret_cast<float*>(memory_), *const sums = row_scales + blocking.stripe * kTileRows;
     char* const row_codes = reinterpret_cast<char*>(sums + sums_of(k_tiles, blocking));
@@ -71,8 +71,7 @@ class Int8TileProduct {
   char* const memory_;
 };
 
-static void moe_int8(const Args& args, Team& team) { moe<RowExperts<Int8TileProduct> >(args, team); }
-TR_KERNEL(moe_int8)
+TR_MOE(int8, Int8Weight, RowExperts<Int8TileProduct>)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -1,6 +1,6 @@
 // The MoE routers: which experts a token is sent to, and with what weights.
 #ifndef TR_RUNG
-#include "rows/rows.h"
+#include "core/entry.h"
 #define TR_SOURCE "moe/route.cpp"
 #include "simd/foreach_isa.h"
 #else
@@ -55,9 +55,7 @@ static void finish_weights(float* weights, int64_t n, float divisor, float scale
   });
 }
 
-// tensors: logits[m, experts], ids[m, top] i32, weights[m, top] f32; ints: renormalize
-static void softmax_top_k(const Args& args, Team& team) {
-  const Tensor &logits = args.tensor(0), &ids = args.tensor(1), &weights = args.tensor(2);
+TR_ENTRY(softmax_top_k, Team& team, const Tensor& logits, bool renormalize, const Tensor& ids, const Tensor& weights) {
   const int64_t experts = logits.size[1], top = ids.size[1];
   float* const p = static_cast<float*>(team.scratch(experts * sizeof(float)));
   const Range rows = team.share(logits.size[0]);
@@ -73,18 +71,14 @@ static void softmax_top_k(const Args& args, Team& team) {
         weight[choice] = taken.value;
         total += taken.value;
       }
-      finish_weights<T>(weight, top, args.integer(0) ? total : 1.0f, 1.0f);
+      finish_weights<T>(weight, top, renormalize ? total : 1.0f, 1.0f);
     }
   });
 }
-TR_KERNEL(softmax_top_k)
 
-// tensors: logits[m, experts] f32, bias[experts] f32, ids[m, top] i32, weights[m, top] f32; ints: groups, top_groups,
-// renormalize; reals: scale
-static void sigmoid_top_k(const Args& args, Team& team) {
-  const Tensor &logits = args.tensor(0), &bias = args.tensor(1), &ids = args.tensor(2), &weights = args.tensor(3);
-  const int64_t experts = logits.size[1], top = ids.size[1];
-  const int64_t groups = args.integer(0), kept = args.integer(1), group_size = experts / groups;
+TR_ENTRY(sigmoid_top_k, Team& team, const Tensor& logits, const Tensor& bias, int64_t groups, int64_t top_groups,
+         bool renormalize, float scale, const Tensor& ids, const Tensor& weights) {
+  const int64_t experts = logits.size[1], top = ids.size[1], group_size = experts / groups;
   float* const scores = static_cast<float*>(team.scratch((3 * experts + groups) * sizeof(float)));
   float *const choice_scores = scores + experts, *const masked = choice_scores + experts;
   float* const group_scores = masked + experts;
@@ -104,7 +98,7 @@ static void sigmoid_top_k(const Args& args, Team& team) {
       group_scores[group] = first + take_largest(members, group_size).value;
       std::fill_n(members, group_size, kMinusInfinity);
     }
-    for (int64_t i = 0; i < kept; ++i) {
+    for (int64_t i = 0; i < top_groups; ++i) {
       const int64_t first = take_largest(group_scores, groups).index * group_size;
       std::copy_n(choice_scores + first, group_size, masked + first);
     }
@@ -116,10 +110,9 @@ static void sigmoid_top_k(const Args& args, Team& team) {
       weight[choice] = scores[expert];
       total += scores[expert];
     }
-    finish_weights<float>(weight, top, args.integer(2) ? total + 1e-20f : 1.0f, args.real(0));
+    finish_weights<float>(weight, top, renormalize ? total + 1e-20f : 1.0f, scale);
   }
 }
-TR_KERNEL(sigmoid_top_k)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -1,13 +1,12 @@
 // The collectives of the ranks of one host, as kernels: they run on the same threads as the kernels around them and can
 // be recorded in a graph. shm_segment.h describes how the ranks wait for each other.
 //
-// Arguments of all: the tensors given at each kernel, then the segment. Integers: the rank within the segment, the
-// number of pauses before a wait sleeps, its deadline in milliseconds. parallel/shm.py calls them. parallel/group.py
-// defines their results (sum_in_rank_order).
+// parallel/shm.py calls them, parallel/group.py defines their results (sum_in_rank_order). The last inputs of all are
+// the segment, the rank within it, and how it waits (shm::Member).
 #ifndef TR_RUNG
 #include <array>
 
-#include "core/kernel.h"
+#include "core/entry.h"
 #include "shm/shm_segment.h"
 #define TR_SOURCE "shm/shm_collectives.cpp"
 #include "simd/foreach_isa.h"
@@ -120,24 +119,23 @@ static void sum_lane(shm::Lane& lane, T* x, int64_t n) {
 // Calls f(lane, part) for the lanes of this thread, with each lane's part of the n items. A rank with fewer threads
 // than lanes has several lanes per thread.
 template <class F>
-static void for_lanes(const Args& args, const Tensor& segment, Team& team, int64_t n, int64_t item, F&& f) {
-  const int active = shm::active_lanes(segment, n * item);
+static void for_lanes(const shm::Member& member, Team& team, int64_t n, int64_t item, F&& f) {
+  const int active = shm::active_lanes(member.segment, n * item);
   for (int i = team.index; i < active; i += team.count) {
-    shm::Lane lane(segment, static_cast<int>(args.integer(0)), i, args.integer(1), args.integer(2));
+    shm::Lane lane(member, i);
     f(lane, part_of(n, i, active, std::max<int64_t>(64 / item, 1)));
   }
 }
 
-// x[n] f32 or bf16, in place.
-static void shm_all_reduce(const Args& args, Team& team) {
-  const Tensor& x = args.tensor(0);
+// x: in place
+TR_ENTRY(shm_all_reduce, Team& team, const Tensor& x, const Tensor& segment, int64_t rank, int64_t pauses,
+         int64_t timeout_ms) {
   for_float(x.dtype, [&](auto kind) {
     using T = decltype(kind);
-    for_lanes(args, args.tensor(1), team, x.size[0], sizeof(T),
+    for_lanes({segment, rank, pauses, timeout_ms}, team, x.size[0], sizeof(T),
               [&](shm::Lane& lane, Range part) { sum_lane(lane, x.as<T>() + part.begin, part.end - part.begin); });
   });
 }
-TR_KERNEL(shm_all_reduce)
 
 template <class T>
 struct AddNorm {
@@ -210,20 +208,18 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
   lane.leave();
 }
 
-// x[m, d], residual[m, d], weight[d], out[m, d], contiguous except for the rows of x and out; a row fits in a slot.
-// Further integers: zero_centered, whole; real: eps. The sum of x over the ranks is added to residual, and out is the
-// norm of the result, with the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank updates depends
-// only on the shapes; the other rows become stale, unless `whole` is set.
-static void shm_add_rms_norm(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &segment = args.tensor(4);
+// residual is contiguous; a row fits in a slot. The sum of x over the ranks is added to residual, and out is the norm
+// of the result, with the bits of shm_all_reduce and add_rms_norm. Which rows of residual a rank updates depends only
+// on the shapes; the other rows become stale, unless `whole` is set.
+TR_ENTRY(shm_add_rms_norm, Team& team, const Tensor& x, const Tensor& residual, const Tensor& weight, float eps,
+         bool zero_centered, bool whole, const Tensor& segment, int64_t rank, int64_t pauses, int64_t timeout_ms,
+         const Tensor& out) {
   for_float(x.dtype, [&](auto kind) {
     using T = decltype(kind);
-    const Tensor& out = args.tensor(3);
-    const AddNorm<T> op{
-        x.as<T>(),   args.tensor(1).as<T>(), out.as<T>(),  args.tensor(2).as<T>(), x.size[1],
-        x.stride[0], out.stride[0],          args.real(0), args.integer(3) != 0,   args.integer(4) != 0};
+    const AddNorm<T> op{x.as<T>(),   residual.as<T>(), out.as<T>(), weight.as<T>(), x.size[1],
+                        x.stride[0], out.stride[0],    eps,         zero_centered,  whole};
     const auto row_bytes = static_cast<int64_t>(sizeof(T)) * op.d;
-    for_lanes(args, segment, team, x.size[0], row_bytes, [&](shm::Lane& lane, Range rows) {
+    for_lanes({segment, rank, pauses, timeout_ms}, team, x.size[0], row_bytes, [&](shm::Lane& lane, Range rows) {
       const int64_t most = static_cast<int64_t>(lane.slot_bytes()) / row_bytes;
       for (int64_t row = rows.begin; row < rows.end; row += most) {
         add_norm_lane(lane, op, {row, std::min(row + most, rows.end)});
@@ -231,12 +227,11 @@ static void shm_add_rms_norm(const Args& args, Team& team) {
     });
   });
 }
-TR_KERNEL(shm_add_rms_norm)
 
-// x[n] u8, out[ranks, n] u8. With n = 0 it is a barrier, and still takes one step.
-static void shm_all_gather(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &out = args.tensor(1);
-  for_lanes(args, args.tensor(2), team, x.size[0], 1, [&](shm::Lane& lane, Range part) {
+// Without elements it is a barrier, and still takes one step.
+TR_ENTRY(shm_all_gather, Team& team, const Tensor& x, const Tensor& segment, int64_t rank, int64_t pauses,
+         int64_t timeout_ms, const Tensor& out) {
+  for_lanes({segment, rank, pauses, timeout_ms}, team, x.size[0], 1, [&](shm::Lane& lane, Range part) {
     int64_t done = part.begin;
     do {
       const auto count = std::min(lane.slot_bytes(), static_cast<size_t>(part.end - done));
@@ -253,7 +248,6 @@ static void shm_all_gather(const Args& args, Team& team) {
     } while (done < part.end);
   });
 }
-TR_KERNEL(shm_all_gather)
 
 // Copies the bytes [begin, begin + bytes) of rank r's x to its columns of `out`.
 static void place_columns(const Tensor& x, const Tensor& out, const int64_t* starts, int r, const char* from,
@@ -270,21 +264,20 @@ static void place_columns(const Tensor& x, const Tensor& out, const int64_t* sta
   }
 }
 
-// x[m, w] f32 contiguous, starts[ranks + 1] i64, out[m, n] f32. Columns starts[r] to starts[r + 1] of out are the first
-// columns of the x of rank r.
-static void shm_gather_columns(const Args& args, Team& team) {
-  const Tensor &x = args.tensor(0), &out = args.tensor(2);
-  const int64_t* const starts = args.tensor(1).as<int64_t>();
-  const int64_t ranks = args.tensor(1).size[0] - 1;
+// x is contiguous. Columns starts[r] to starts[r + 1] of out are the first columns of the x of rank r.
+TR_ENTRY(shm_gather_columns, Team& team, const Tensor& x, const Tensor& starts, const Tensor& segment, int64_t rank,
+         int64_t pauses, int64_t timeout_ms, const Tensor& out) {
+  const int64_t* const first = starts.as<int64_t>();
+  const int64_t ranks = starts.size[0] - 1;
   for (int64_t r = 0; r < ranks; ++r) {
-    const int64_t width = starts[r + 1] - starts[r];
-    if (width < 0 || width > x.size[1] || starts[0] != 0 || starts[ranks] != out.size[1]) {
+    const int64_t width = first[r + 1] - first[r];
+    if (width < 0 || width > x.size[1] || first[0] != 0 || first[ranks] != out.size[1]) {
       throw Error("gather_columns: starts: expected ascending columns from 0 to " + std::to_string(out.size[1]) +
-                  " at most " + std::to_string(x.size[1]) + " apart, found " + std::to_string(starts[r]) + " to " +
-                  std::to_string(starts[r + 1]) + " of rank " + std::to_string(r));
+                  " at most " + std::to_string(x.size[1]) + " apart, found " + std::to_string(first[r]) + " to " +
+                  std::to_string(first[r + 1]) + " of rank " + std::to_string(r));
     }
   }
-  for_lanes(args, args.tensor(3), team, x.size[0] * x.size[1], 4, [&](shm::Lane& lane, Range part) {
+  for_lanes({segment, rank, pauses, timeout_ms}, team, x.size[0] * x.size[1], 4, [&](shm::Lane& lane, Range part) {
     const auto most = static_cast<int64_t>(lane.slot_bytes());
     for (int64_t begin = part.begin * 4; begin < part.end * 4; begin += most) {
       const int64_t count = std::min(most, part.end * 4 - begin);
@@ -293,37 +286,34 @@ static void shm_gather_columns(const Args& args, Team& team) {
       lane.wait_until_free();
       post(lane.slot(lane.rank()), own, static_cast<size_t>(count));
       lane.publish();
-      place_columns(x, out, starts, lane.rank(), own, begin, count);
-      for_others(lane, [&](int r) { place_columns(x, out, starts, r, lane.slot(r), begin, count); });
+      place_columns(x, out, first, lane.rank(), own, begin, count);
+      for_others(lane, [&](int r) { place_columns(x, out, first, r, lane.slot(r), begin, count); });
       lane.leave();
     }
   });
 }
-TR_KERNEL(shm_gather_columns)
 
-// x[n] u8, in place; a fourth integer is the root. The root is at most one broadcast ahead of the other ranks.
-static void shm_broadcast(const Args& args, Team& team) {
-  const Tensor& x = args.tensor(0);
-  const int root = static_cast<int>(args.integer(3));
-  for_lanes(args, args.tensor(1), team, x.size[0], 1, [&](shm::Lane& lane, Range part) {
+// x: in place. The root is at most one broadcast ahead of the other ranks.
+TR_ENTRY(shm_broadcast, Team& team, const Tensor& x, int64_t root, const Tensor& segment, int64_t rank, int64_t pauses,
+         int64_t timeout_ms) {
+  for_lanes({segment, rank, pauses, timeout_ms}, team, x.size[0], 1, [&](shm::Lane& lane, Range part) {
     for (int64_t done = part.begin; done < part.end;) {
       const auto count = std::min(lane.slot_bytes(), static_cast<size_t>(part.end - done));
       lane.enter();
       if (lane.rank() == root) {
         lane.wait_until_free();
-        post(lane.slot(root), x.as<char>() + done, count);
+        post(lane.slot(lane.rank()), x.as<char>() + done, count);
         lane.publish();
       } else {
         lane.publish();
-        lane.wait_for(root);
-        std::memcpy(x.as<char>() + done, lane.slot(root), count);
+        lane.wait_for(static_cast<int>(root));
+        std::memcpy(x.as<char>() + done, lane.slot(static_cast<int>(root)), count);
       }
       lane.leave();
       done += static_cast<int64_t>(count);
     }
   });
 }
-TR_KERNEL(shm_broadcast)
 
 }  // namespace tilerank::TR_RUNG
 

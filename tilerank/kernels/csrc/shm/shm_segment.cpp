@@ -71,16 +71,16 @@ int active_lanes(const Tensor& segment, int64_t bytes) {
   return static_cast<int>(std::clamp<int64_t>(bytes / kBytesPerLane, 1, lanes));
 }
 
-Lane::Lane(const Tensor& segment, int rank, int lane, int64_t pauses, int64_t timeout_ms)
-    : base_(segment.as<char>()),
-      header_(checked(segment)),
+Lane::Lane(const Member& member, int lane)
+    : base_(member.segment.as<char>()),
+      header_(checked(member.segment)),
       ranks_(static_cast<int>(header_->ranks)),
-      rank_(rank),
+      rank_(static_cast<int>(member.rank)),
       lane_(lane),
       slot_bytes_(header_->slot_bytes),
       control_bytes_(round_up(header_->lanes * sizeof(Line), kPage)),
-      pauses_(pauses),
-      timeout_ms_(timeout_ms) {}
+      pauses_(member.pauses),
+      timeout_ms_(member.timeout_ms) {}
 
 Line& Lane::line(int rank) const {
   return reinterpret_cast<Line*>(base_ + kPage + static_cast<size_t>(rank) * control_bytes_)[lane_];

@@ -53,12 +53,18 @@ struct Line {
 };
 static_assert(sizeof(Line) == 256 && offsetof(Line, waited_ns) == 160);
 
+// This rank's access to the segment. pauses: how many pauses a wait spins before it checks whether its core is shared,
+// and sleeps if so. timeout_ms: the deadline of a wait.
+struct Member {
+  const Tensor& segment;
+  int64_t rank, pauses, timeout_ms;
+};
+
 // A lane of this rank.
 class Lane {
  public:
-  // `pauses`: how many pauses a wait spins before it checks whether its core is shared, and sleeps if so. Throws Error
-  // if the segment is invalid.
-  Lane(const Tensor& segment, int rank, int lane, int64_t pauses, int64_t timeout_ms);
+  // Throws Error if the segment is invalid.
+  Lane(const Member& member, int lane);
 
   int ranks() const { return ranks_; }
   int rank() const { return rank_; }
