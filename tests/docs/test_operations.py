@@ -105,7 +105,7 @@ def test_what_clients_see_is_what_the_server_says() -> None:
     media_made = memory.MAX_SMALL + memory.MAX_MEDIA_LARGE >> 20
     assert f"| {media_made:,} MiB instead of {made} MiB;" in TEXT
     assert f"{MAX_STRUCTURES:,} strings, keys, objects and lists, or more than {MAX_NUMBERS:,} numbers" in TEXT
-    assert f"({MAX_TOKEN_IDS:,} where it may hold token ids)" in TEXT
+    assert f"beside at most {MAX_TOKEN_IDS:,} token ids" in TEXT
     assert f"takes pictures, {MAX_MEDIA_BODY >> 20} MiB are allowed" in TEXT
     assert f"would take more than {MAX_HELD >> 30} GiB." in TEXT
     assert f"{MAX_ENCODED >> 20} MiB as files, {MAX_DECODED >> 20} MiB as decoded frames" in TEXT

@@ -24,7 +24,7 @@ BODIES = {
     ),
     "text parts": ("/v1/chat/completions", b'{"messages":[%b]}' % MESSAGE, 200),
     "items": ("/v1/responses", b'{"input":[%b]}' % ITEM, 200),
-    "token ids": ("/v1/completions", b'{"prompt":[%b]}' % b",".join([b"7"] * MAX_TOKEN_IDS), 400),
+    "token ids": ("/v1/completions", b'{"prompt":[%b]}' % b",".join([b"7"] * 64 * 4096), 400),
 }
 
 

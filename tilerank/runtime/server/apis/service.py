@@ -39,7 +39,7 @@ from ..chat.tools.format import ToolFormat
 from ..chat.tools.parser import ToolParser
 from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_json, read_json, validation_error
 from ..http.errors import ApiError
-from ..http.json_values import MAX_NUMBERS
+from ..http.json_values import MAX_NUMBERS, MAX_TOKEN_IDS
 from ..http.media_budget import MediaBudget, Share
 from ..http.memory import ServerMemory, parsed_bytes, request_memory
 from ..link.client import EngineClient
@@ -111,6 +111,11 @@ class Service:
                 raise validation_error(parsed, e) from e
         self.check_model(getattr(body, "model", None))
         return body
+
+    def most_numbers(self, prompts: int) -> int:
+        """Return how many numbers a body may have that holds the token ids of so many prompts."""
+        context = self.context_length
+        return MAX_NUMBERS + (MAX_TOKEN_IDS if context is None else min(MAX_TOKEN_IDS, prompts * context))
 
     @asynccontextmanager
     async def turn(self, request: Request) -> AsyncIterator[None]:

@@ -10,7 +10,6 @@ from ..chat.fields import ListOf, RequestBody
 from ..chat.messages import Message, check_arguments
 from ..chat.request import MAX_TOKENS, TemplateOptions, TemplateRequest, TemplateVariables, TokenId, Tool
 from ..http.errors import ApiError
-from ..http.json_values import MAX_TOKEN_IDS
 from .answer import json_response
 from .service import Service, while_connected
 
@@ -77,7 +76,7 @@ class TokenizeEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize. Returns the text of tokens."""
         service = self._service
-        body = await service.body(request, Detokenize, max_numbers=MAX_TOKEN_IDS)
+        body = await service.body(request, Detokenize, max_numbers=service.most_numbers(1))
         known, context, count = service.tokenizer.num_tokens, service.context_length, len(body.tokens)
         if context is not None and count > context:
             message = f"tokens: expected at most {context} token ids, the context length, found {count}"

@@ -9,7 +9,7 @@ MAX_STRUCTURES = 1 << 16
 MAX_NUMBERS = 1 << 17
 """Numbers, true, false and null of one body."""
 MAX_TOKEN_IDS = 1 << 20
-"""MAX_NUMBERS of a body that may hold token ids."""
+"""Token ids of one body beside MAX_NUMBERS, if the context is long enough."""
 _PIECE = 64 << 10
 """Bytes that are counted at once: the memory that counting takes is a multiple of them."""
 

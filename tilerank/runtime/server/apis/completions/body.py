@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from ...chat.fields import ListOf
 from ...chat.request import MAX_TOKENS, Sampling, TokenId
 
+MAX_PROMPTS = 64
 _Ids = Annotated[ListOf[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 
 
@@ -15,9 +16,9 @@ class Completion(Sampling):
 
     prompt: (
         _Ids
-        | Annotated[ListOf[_Ids], Field(min_length=1, max_length=64)]
+        | Annotated[ListOf[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
         | str
-        | Annotated[ListOf[str], Field(min_length=1, max_length=64)]
+        | Annotated[ListOf[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: int = Field(16, ge=0, le=MAX_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=20)

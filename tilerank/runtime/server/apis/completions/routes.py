@@ -10,12 +10,11 @@ from ...chat.messages import Message
 from ...chat.request import ChatCompletion, check_voice
 from ...chat.sound_formats import check_format
 from ...http.errors import ApiError
-from ...http.json_values import MAX_TOKEN_IDS
 from ...http.media_budget import Share
 from ..answer import Answer, json_response
 from ..service import Service, while_connected
 from .answer import ChoicesAnswer
-from .body import Completion
+from .body import MAX_PROMPTS, Completion
 from .choices import ChatFormatter, Formatter, TextFormatter
 from .spoken import SpokenFormatter, TranscriptStore
 
@@ -30,7 +29,7 @@ class ChatEndpoints:
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions. Continues texts."""
         service = self._service
-        body = await service.body(request, Completion, max_numbers=MAX_TOKEN_IDS)
+        body = await service.body(request, Completion, max_numbers=service.most_numbers(MAX_PROMPTS))
 
         async def new_generation(share: Share) -> Generation:
             grammar = await service.grammar(body)
