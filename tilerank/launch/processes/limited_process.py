@@ -220,7 +220,12 @@ def answer_all(
 
 
 def to_parent(questions: msgspec.msgpack.Decoder[Q]) -> Connection[Q]:
-    """In the child: return the connection over which the parent asks. The child is killed when the parent ends, also
-    if it is stopped then."""
+    """In the child: return the connection over which the parent asks.
+
+    The child is killed when the parent ends, also if it is stopped then, and before others where memory is short, for
+    it can be replaced.
+    """
     die_with(os.getppid())
+    with contextlib.suppress(OSError):  # where /proc cannot be written
+        Path("/proc/self/oom_score_adj").write_text("1000")
     return Connection(socket.socket(fileno=0), questions)

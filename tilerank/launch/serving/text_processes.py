@@ -1,6 +1,7 @@
 """Renders chat templates and tokenises texts in separate processes: a template is a program, and a tokenizer may have
 rules that grow a text or try all ways to split it, so that neither may ever end."""
 
+import ctypes
 import os
 import sys
 from array import array
@@ -163,12 +164,17 @@ def main(model_dir: Path) -> None:
     )
     connection = to_parent(_questions)
     tokenizer = Tokenizer(model_dir)
+    trim = ctypes.CDLL(None).malloc_trim
+    trim(0)  # reading it takes twice as much memory as it has
 
     def answer(question: Question) -> Answer:
         try:
             return _answer(tokenizer, question)
         except TextError as e:
             return Refused(e.cause, str(e))
+        finally:
+            if _length(question) >= LONG_TEXT:
+                trim(0)  # the C library would keep hundreds of MiB
 
     answer_all(connection, answer, MEMORY, _cpu_s)
 
