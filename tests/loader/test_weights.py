@@ -228,10 +228,13 @@ def rewrite(model_dir: Path, name: str, change: Callable[[torch.Tensor], torch.T
 
 
 def test_missing_tensor(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("model.norm.weight", "lm_head.weight"):
+    for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
         rewrite(model_dir, name, None)
     sentence = refusal(model_dir, monkeypatch)
-    assert sentence == f"{model_dir}: the model needs tensor lm_head.weight (and 1 more), found in no file"
+    assert (
+        sentence
+        == f"{model_dir}: the model needs tensor model.layers.1.mlp.up_proj.weight (and 1 more), found in no file"
+    )
 
 
 def test_superfluous_tensor(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
