@@ -7,16 +7,21 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from tilerank.runtime.lead.sampling import Row, SampledToken, SamplingParams, _process, choose
+from tilerank.runtime.lead.logits_rules import LogitsRules, TextRules
+from tilerank.runtime.lead.sampling import Row, SampledToken, SamplingParams, choose
 from tilerank.runtime.protocol.errors import RequestError
 
 VOCAB = 50
 TOKENS = [3, 4, 3, 9, 4, 4, 30]  # the first three are the prompt
 
 
+def rules_of(params: SamplingParams, prompt_len: int = 3) -> TextRules:
+    return TextRules(LogitsRules(params, frozenset(), VOCAB), TOKENS[:prompt_len])
+
+
 def reshaped(logits: torch.Tensor, **params: Any) -> torch.Tensor:
     values = logits.clone()
-    _process(values, Row(SamplingParams(**params), TOKENS, 3))
+    rules_of(SamplingParams(**params)).apply(values, TOKENS, None)
     return values
 
 
@@ -55,7 +60,8 @@ def test_presence_and_frequency_count_the_text_alone(logits: torch.Tensor) -> No
     expected[4] -= 0.5 + 2 * 0.25
     expected[30] -= 0.75
     torch.testing.assert_close(found, expected)
-    fresh = chosen_of(logits[None], [Row(SamplingParams(presence_penalty=1.0), TOKENS, len(TOKENS))])
+    present = SamplingParams(presence_penalty=1.0)
+    fresh = chosen_of(logits[None], [Row(present, TOKENS, rules_of(present, len(TOKENS)))])
     assert [choice.token_id for choice in fresh] == [int(logits.argmax())]  # no text yet
 
 
@@ -69,7 +75,8 @@ def test_bias_penalties_and_grammars_decide_together(logits: torch.Tensor) -> No
     ]
     but_three = torch.ones(VOCAB, dtype=torch.bool)
     but_three[3] = False
-    rows = [Row(p, TOKENS, 3, forbidden) for p, forbidden in zip(params, (None, None, None, but_three), strict=True)]
+    masks = (None, None, None, but_three)
+    rows = [Row(p, TOKENS, rules_of(p), forbidden) for p, forbidden in zip(params, masks, strict=True)]
     chosen = chosen_of(torch.stack([logits] * 4), rows)
     assert [choice.token_id for choice in chosen] == [best, second, 7, 3]
     # Log-probabilities are those of the raw logits.

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.runtime.lead.encodings import EncoderCache, EncodeWork
+from tilerank.runtime.lead.logits_rules import LogitsRules, TextRules
 from tilerank.runtime.lead.pages import Page, PagePool
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.scheduler import Scheduler
@@ -19,11 +20,12 @@ from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
 
 BLOCKS, MAX_RUNNING, CHUNK, BUDGET, STATES = 12, 4, 80, 3, 3
+NO_RULES = TextRules(LogitsRules(SamplingParams(), frozenset(), 1), ())
 COMMON = st.sampled_from((0, 20, PAGE_TOKENS, PAGE_TOKENS + 3, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
 
 
 def new_sequence(prompt: list[int], new_tokens: int, request: int = 0) -> Sequence:
-    return Sequence(request, SamplingParams(max_new_tokens=new_tokens), Prompt(prompt))
+    return Sequence(request, SamplingParams(max_new_tokens=new_tokens), Prompt(prompt), NO_RULES)
 
 
 def with_picture(before: list[int], kind: int, tokens: int, after: list[int]) -> tuple[Prompt, list[int]]:
@@ -139,7 +141,7 @@ class Schedules(RuleBasedStateMachine):
         sequence = new_sequence(start + end, new, self.requests)
         if picture is not None:
             prompt, nbytes = with_picture(start, *picture, end)
-            sequence = Sequence(self.requests, SamplingParams(max_new_tokens=new), prompt, nbytes)
+            sequence = Sequence(self.requests, SamplingParams(max_new_tokens=new), prompt, NO_RULES, nbytes)
         self.requests += 1
         if constrained:
             sequence.grammar_mask = FakeGrammarMask()  # type: ignore[assignment]

@@ -27,6 +27,7 @@ from . import sampling
 from .cache_kind import CacheKind
 from .encodings import EncoderCache
 from .grammar_masks import GrammarMasks, collect_masks
+from .logits_rules import LogitsRules, TextRules
 from .media_encoding import MediaEncoding
 from .pages import PagePool
 from .prompt_checks import check_media, check_prompt
@@ -43,10 +44,14 @@ PREFILL_CHUNK = 2048
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and what to do with it."""
+    """A prompt and what to do with it.
+
+    rules: what Engine.rules returned for the same parameters, but for the seed; None if no other request shares them.
+    """
 
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
+    rules: LogitsRules | None = None
 
 
 class Engine:
@@ -70,6 +75,17 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request and return its number. Raises RequestError if it can never run."""
         return self._add(self._admissible("the request", request))
+
+    def rules(self, params: SamplingParams) -> LogitsRules:
+        """Return the rules that requests with these parameters may share. Raises RequestError for unknown token ids."""
+        vocab = self.card.vocab_size
+        for name, ids in params.named_ids:
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                found = next(id for id in ids if not 0 <= id < vocab)
+                raise RequestError(f"{name}: expected token ids from 0 to {vocab - 1}, found {found}")
+        # With ignore_eos, only the stop tokens of the request itself end its text.
+        eos = frozenset[int]() if params.ignore_eos else self._eos.union(params.end_token_ids)
+        return LogitsRules(params, eos.union(params.stop_token_ids), vocab)
 
     @property
     def busy(self) -> bool:
@@ -195,16 +211,14 @@ class Engine:
     def _admissible(self, where: str, request: Request, new_tokens: int = 1, *, all_logits: bool = False) -> Sequence:
         """Return a sequence for the request. Raises RequestError if it can never run with at least `new_tokens`."""
         prompt, params, worker = request.prompt, request.params, self.worker
-        vocab, limit = self.card.vocab_size, self.card.context_length
+        limit = self.card.context_length
         try:
             check_prompt(prompt, worker.input_ids, limit, worker.position_axes, worker.source_axes)
             nbytes = check_media(prompt, worker.encoder, worker.dtype.itemsize, crossing=worker.source_pages > 0)
             talker = None if params.speech is None else self.speaking.prompt(prompt, params, params.speech)
+            rules = request.rules or self.rules(params)
         except RequestError as e:
             raise RequestError(f"{where}: {e}") from e
-        for name, token in params.named_ids:
-            if not 0 <= token < vocab:
-                raise RequestError(f"{where}: {name}: expected token ids from 0 to {vocab - 1}, found {token}")
         length = len(prompt.token_ids)
         room = limit - length - max(prompt.shift, 0)
         if room < min(new_tokens, params.max_new_tokens):
@@ -214,7 +228,8 @@ class Engine:
             )
         if params.max_new_tokens > max(room, 1):
             params = replace(params, max_new_tokens=max(room, 1))
-        sequence = Sequence(self._next_request, params, prompt, nbytes, talker, all_logits)
+        rules_of_text = TextRules(rules, prompt.token_ids)
+        sequence = Sequence(self._next_request, params, prompt, rules_of_text, nbytes, talker, all_logits)
         if num_pages(sequence.max_cached) > worker.pages:
             raise RequestError(
                 f"{where}: {length} prompt tokens and {params.max_new_tokens} new ones need a KV cache of "
@@ -280,7 +295,7 @@ class Engine:
                     scored.append(sequence)
         if len(ready) < logits.shape[0]:
             logits = logits[rows_of_ready]
-        rows = [sampling.Row(s.params, s.tokens, s.prompt_len, s.forbidden, self._ends(s.params)) for s in ready]
+        rows = [sampling.Row(s.params, s.tokens, s.rules, s.forbidden) for s in ready]
         chosen = sampling.choose(logits, rows, self.worker.argmax) if rows else []
         now = time.monotonic()
         self._generated_tokens += len(chosen)
@@ -314,15 +329,9 @@ class Engine:
         )
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
-        if sequence.tokens[-1] in self._ends(sequence.params):
+        if sequence.tokens[-1] in sequence.rules.of_request.ends:
             return "stop"
         return "length" if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens else None
-
-    def _ends(self, params: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end a text."""
-        if params.ignore_eos:
-            return frozenset(params.stop_token_ids)
-        return self._eos.union(params.end_token_ids, params.stop_token_ids)
 
     def _lead(self, scheduled: Scheduled) -> Tensor:
         """Announce a step and compute it. Returns its logits."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from tilerank.kernels.errors import KernelError
 
 from ..protocol.params import Logprobs as Logprobs
 from ..protocol.params import SamplingParams as SamplingParams
+from .logits_rules import TextRules
 
 
 def uniform(seed: int, position: int) -> float:
@@ -24,20 +24,19 @@ def uniform(seed: int, position: int) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence to sample a token for: its parameters, and its tokens, of which the first `prompt_len` are the prompt.
+    """A sequence to sample a token for: its parameters, its tokens, and what changes its logits.
 
-    forbidden: bool [vocab], True for tokens that its grammar does not allow next. ends: the tokens that end it.
+    forbidden: bool [vocab], True for tokens that its grammar does not allow next.
     """
 
     params: SamplingParams
     tokens: Sequence[int]
-    prompt_len: int
+    rules: TextRules
     forbidden: Tensor | None = None
-    ends: frozenset[int] = frozenset()
 
     @property
     def changes_logits(self) -> bool:
-        """Does `_process` change the logits of this row?"""
+        """Whether `rules` and `forbidden` change the logits of this row."""
         return self.params.changes_logits or self.forbidden is not None
 
 
@@ -63,7 +62,7 @@ def choose(
         if row.changes_logits:
             if row.params.logprobs:
                 raw[i] = logits[i].clone()
-            _process(logits[i], row)
+            row.rules.apply(logits[i], row.tokens, row.forbidden)
     chosen: list[SampledToken | None] = []
     for i, (token_id, row) in enumerate(zip(_sample_numbers(logits, rows, argmax), rows, strict=True)):
         if token_id is None:
@@ -107,48 +106,6 @@ def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Logprobs
     """Return the log-probabilities of tokens of a prompt under the logits [m, vocab] of the tokens before them."""
     # Row by row, because a copy of all logits may take more memory than the step itself.
     return [_logprobs(row, token_id, count) for row, token_id in zip(logits, token_ids, strict=True)]
-
-
-def _process(values: Tensor, row: Row) -> None:
-    """Apply grammar, filters, bias, penalties and min_p to logits [vocab], in place.
-
-    As in vLLM, min_p comes before top_k and top_p.
-    """
-    p = row.params
-    if row.forbidden is not None:
-        values.masked_fill_(row.forbidden, -math.inf)
-    if p.allowed_token_ids:
-        allowed = list(p.allowed_token_ids)
-        kept = values[allowed]
-        values.fill_(-math.inf)[allowed] = kept
-    if banned := _banned(row, len(values)):
-        kept = values[banned]
-        values[banned] = -math.inf
-        if values.max() == -math.inf:
-            values[banned] = kept
-    if p.logit_bias:
-        values[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
-    if p.repetition_penalty != 1:
-        # Ids beyond the logits are placeholders of pictures, which are never generated.
-        seen = torch.tensor(sorted({token for token in row.tokens if token < len(values)}), dtype=torch.int64)
-        old = values[seen]
-        values[seen] = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
-    if p.presence_penalty or p.frequency_penalty:
-        counts = Counter(row.tokens[row.prompt_len :])
-        values[list(counts)] -= torch.tensor([p.presence_penalty + p.frequency_penalty * n for n in counts.values()])
-    if p.min_p > 0 and p.temperature > 0:
-        values[values < values.max() + p.temperature * math.log(p.min_p)] = -math.inf
-
-
-def _banned(row: Row, vocab: int) -> list[int]:
-    """Return the tokens that would complete a bad word, and those that would end the text too early."""
-    generated = len(row.tokens) - row.prompt_len
-    # A tokenizer may have more tokens than the model has logits.
-    banned = {id for id in row.ends if id < vocab} if generated < row.params.min_new_tokens else set()
-    for *begin, last in row.params.bad_words:
-        if len(begin) <= generated and list(row.tokens[len(row.tokens) - len(begin) :]) == begin:
-            banned.add(last)
-    return sorted(banned)
 
 
 def _logprobs(logits: Tensor, token_id: int, count: int) -> Logprobs:

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..protocol.prompt import Prompt
 from ..protocol.rank_messages import Chunk
 from .grammar_masks import GrammarMask
+from .logits_rules import TextRules
 from .sampling import SamplingParams
 from .talker_prompt import TalkerPrompt
 
@@ -16,6 +17,7 @@ class Sequence:
     """A request that waits or runs.
 
     request: its number, in order of arrival.
+    rules: how its logits are changed.
     encoding_bytes: what the encodings of its media take on each rank, in the order of `prompt.media`.
     talker: what the talker reads of it; None for text that is not spoken.
     all_logits: whether the logits of all of its tokens are computed, so that none of them comes from the cache.
@@ -33,6 +35,7 @@ class Sequence:
     request: int
     params: SamplingParams
     prompt: Prompt
+    rules: TextRules
     encoding_bytes: list[int] = field(default_factory=list)
     talker: TalkerPrompt | None = None
     all_logits: bool = False

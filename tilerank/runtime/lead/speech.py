@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from ..protocol.params import SamplingParams
 from ..protocol.speech_settings import SpeechSettings
+from .logits_rules import TextRules
 from .sequence import Sequence
 from .talker_prompt import TalkerPrompt
 
@@ -14,6 +15,7 @@ class Speech:
 
     text: its sequence, whose tokens grow.
     params: how first codes are chosen.
+    rules: how their logits are changed.
     most_frames: its limit.
     number: names it in messages; that of its text sequence at first, and another whenever it was preempted. None before
         the text runs.
@@ -33,6 +35,7 @@ class Speech:
     prompt: TalkerPrompt
     settings: SpeechSettings
     params: SamplingParams
+    rules: TextRules
     most_frames: int
     number: int | None = None
     text_ended: bool = False

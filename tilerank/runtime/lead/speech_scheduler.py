@@ -25,6 +25,7 @@ from ..protocol.speech_settings import SpeechSettings
 from ..rank.speech_rank import SpeechOutputs
 from ..rank.worker import Worker
 from .base_scheduler import BaseScheduler
+from .logits_rules import LogitsRules, TextRules
 from .pages import PagePool
 from .sampling import Row, choose, uniform
 from .sequence import Scheduled, Sequence
@@ -93,7 +94,8 @@ class SpeechScheduler(BaseScheduler[Speech]):
         if text.params.temperature == 0:
             params = replace(params, temperature=0.0)
         most = min(MAX_FRAMES, self._longest - text.talker.rows)
-        speech = Speech(text, text.talker, self._settings, params, most)
+        rules = TextRules(LogitsRules(params, frozenset(), self._settings.vocab), ())
+        speech = Speech(text, text.talker, self._settings, params, rules, most)
         self.speeches[text.request] = speech
         self.add(speech)
 
@@ -225,7 +227,7 @@ class SpeechScheduler(BaseScheduler[Speech]):
         new = [(row, speech) for row, speech in enumerate(speeches) if len(speech.codes) == speech.frames]
         if len(new) < len(speeches):
             logits = logits[[row for row, _ in new]]
-        rows = [Row(speech.params, speech.codes, 0, self._forbidden) for _, speech in new]
+        rows = [Row(speech.params, speech.codes, speech.rules, self._forbidden) for _, speech in new]
         for (_, speech), choice in zip(new, choose(logits, rows) if rows else (), strict=True):
             if choice is None:
                 self._end(speech)

@@ -1,6 +1,6 @@
 """Sampling parameters and log-probabilities. Imports no torch, because the HTTP process uses them as well."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -101,12 +101,12 @@ class SamplingParams:
         return any(penalties) or bool(self.logit_bias or filtered) or (self.min_p > 0 and self.temperature > 0)
 
     @property
-    def named_ids(self) -> Iterator[tuple[str, int]]:
-        """The token ids that the parameters name, each with the name of its parameter."""
-        yield from (("logit_bias", id) for id in self.logit_bias)
-        yield from (("stop_token_ids", id) for id in self.stop_token_ids)
-        yield from (("allowed_token_ids", id) for id in self.allowed_token_ids)
-        yield from (("bad_words", id) for word in self.bad_words for id in word)
+    def named_ids(self) -> Iterator[tuple[str, Collection[int]]]:
+        """The token ids that the parameters name, with the name of their parameter."""
+        yield "logit_bias", self.logit_bias
+        yield "stop_token_ids", self.stop_token_ids
+        yield "allowed_token_ids", self.allowed_token_ids
+        yield from (("bad_words", word) for word in self.bad_words)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def sampling_params(
             ignore_eos=body.ignore_eos,
             end_token_ids=ends,
             stop_token_ids=tuple(body.stop_token_ids),
-            allowed_token_ids=tuple(body.allowed_token_ids or ()),
+            allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
             bad_words=bad_words,
             logprobs=0 if body.alternatives is None else max(body.alternatives, 1),
             prompt_logprobs=body.scores,

@@ -133,13 +133,20 @@ class _Session:
         prompt = message.prompt
         if message.digests:
             prompt.digests = message.digests
+        rules = refusal = None
+        try:
+            rules = self._engine.rules(message.params)  # all choices share them
+        except RequestError as e:
+            refusal = str(e)
         for number, seed in enumerate(message.seeds, message.number):
             if number in cancelled:
                 self._send(Events([EndedEvent(number)]))
                 continue
             params = message.params if seed == message.params.seed else replace(message.params, seed=seed)
             try:
-                request = self._engine.submit(Request(prompt, params))
+                if refusal is not None:
+                    raise RequestError(refusal)
+                request = self._engine.submit(Request(prompt, params, rules))
             except RequestError as e:
                 self._send(Events([FailedEvent(number, str(e))]))
                 continue
