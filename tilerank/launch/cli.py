@@ -14,7 +14,7 @@ from typing import TextIO
 
 from .commands.doctor import own_version
 from .errors import USER_ERRORS
-from .logs import say
+from .logs import never_block, say
 from .options.arguments import Parser, parse, with_config
 from .options.hub import find_model
 
@@ -29,16 +29,12 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's) and return its exit status."""
+    """Run the command line `argv` (default: this process's, whose stderr then never blocks) and return its exit
+    status."""
     _occupy_standard_streams()
-    try:
-        return _run(sys.argv[1:] if argv is None else list(argv))
-    finally:
-        try:
-            if sys.stderr is not None:
-                sys.stderr.flush()
-        except OSError:
-            _discard(sys.stderr)  # otherwise the interpreter flushes again at exit and changes the exit status
+    if argv is None:
+        never_block()
+    return _run(sys.argv[1:] if argv is None else list(argv))
 
 
 def _run(argv: list[str]) -> int:

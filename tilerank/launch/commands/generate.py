@@ -119,9 +119,9 @@ class GenerateJob:
         tokens = cache_size.agreed(team.group, self._plan.cached_tokens if self._plan else None)
         if self._plan:
             log_debug_on_rank0(log, "the ranks and their parts:\n%s", render(self._plan))
-            log_info_on_rank0(log, "%s", cache_text(self._plan))
+            log_info_on_rank0(log, cache_text(self._plan))
             if self._plan.states:
-                log_info_on_rank0(log, "%s", states_text(self._plan))
+                log_info_on_rank0(log, states_text(self._plan))
             if tokens < self._plan.cached_tokens:
                 log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         return Worker(self._model_dir, team, self._options.rank_config(read_card(self._model_dir), tokens))

@@ -159,7 +159,7 @@ def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Toke
     context = context_length(args, card)
     processor = load_processor(tokenizer.model_dir, tokenizer)
     if processor is not None and processor.convention:
-        log.info("%s", processor.convention)
+        log.info(processor.convention)
     with closing(_PromptEncoder(tokenizer, card, processor, args.chat, args.use_audio_in_video)) as encoder:
         encoded = [encoder.encode(prompt) for prompt in prompts]
     for prompt, made in zip(prompts, encoded, strict=True):

@@ -8,7 +8,10 @@ import msgspec
 
 from tilerank.runtime.protocol.framing import Inbox, encode
 
-Phase = Literal["starting", "joining", "loading", "generating", "serving"]
+from ..logs import drain
+
+Phase = Literal["starting", "joining", "loading", "generating", "listening", "serving"]
+"""The HTTP process is listening from when it accepts connections, and serving from when an engine is ready, too."""
 
 
 class Reached(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -48,6 +51,7 @@ class StatusPipe:
 
     def send(self, message: Reached | ErrorReport) -> None:
         if self._fd is not None:
+            drain()  # the supervisor may write a line about the message, which comes after ours
             # The supervisor may be gone; the kernel is then about to kill this process as well.
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._fd, encode(message))

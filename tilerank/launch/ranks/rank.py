@@ -85,9 +85,9 @@ def run_rank(identity: Identity, args: argparse.Namespace, job: Job[W]) -> int:
         if code != 0:
             if sys.exception() is not None:
                 traceback.print_exc()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, AttributeError):  # AttributeError: closed from the start
-                    stream.flush()
+            with contextlib.suppress(OSError, AttributeError):  # AttributeError: closed from the start
+                sys.stdout.flush()
+            logs.drain()
             os._exit(code)
     return code
 
@@ -172,6 +172,7 @@ def _end_after_failure(team: "Team", identity: Identity, status: StatusPipe) -> 
     def end() -> None:
         _report(identity, status, team.channel.watch.error())
         _kill_stuck(team, identity)
+        logs.drain()
         os._exit(1)
 
     def on_failure(_: int, reason: Reason) -> None:
@@ -208,10 +209,10 @@ def _bind_process(identity: Identity, args: argparse.Namespace) -> tuple[Placeme
     notes = [] if identity.launcher == "tilerank" else inherited_notes(topology, own, os.environ)
     os.environ.update(RANK_ENVIRONMENT)
     for note in (*(placement.notes if identity.local_rank == 0 else ()), *notes):
-        log.info("%s", note)
+        log.info(note)
     binding = bind(own, strict=args.membind == "strict")
     for note in binding.notes:
-        log.warning("%s", note)
+        log.warning(note)
     log.debug("rank %d: %s; memory policy %s", own.rank, own.reason, binding.policy)
     return placement, own
 

@@ -18,8 +18,6 @@ GRACE_S = 1.0
 """A connection may wait so long for its request before a new one takes its place."""
 RETRY_S = 0.2
 """Between attempts while there is no place."""
-LOG_S = 1.0
-"""Between two lines about it."""
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -39,7 +37,6 @@ class Acceptor:
         self._starting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
-        self._logged_at = -LOG_S
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
 
@@ -97,17 +94,12 @@ class Acceptor:
         if longest is None or time.monotonic() - since < GRACE_S:
             self._pause(f"all {self._limit} connections are in use; new ones wait")
             return False
-        self._log(f"all {self._limit} connections are in use; those without a request are closed")
+        log.warning("all %d connections are in use; those without a request are closed", self._limit)
         longest.transport.abort()
         self._leave(longest)
         return True
 
     def _pause(self, why: str) -> None:
-        self._log(why)
+        log.warning(why)
         self._loop.remove_reader(self._listener)
         self._retry = self._loop.call_later(RETRY_S, self._loop.add_reader, self._listener, self._accept)
-
-    def _log(self, sentence: str) -> None:
-        if time.monotonic() - self._logged_at >= LOG_S:
-            self._logged_at = time.monotonic()
-            log.warning("%s", sentence)

@@ -88,10 +88,10 @@ def media_reader(args: argparse.Namespace, processor: "Processor | None") -> "Me
     if processor is None:
         return None
     if processor.convention:
-        log.info("%s", processor.convention)
-    for module, what in (("PIL", "pictures"), ("av", "videos and sound")):
-        if find_spec(module) is None:
-            log.warning("%s are refused: they need pip install 'tilerank[vision]'", what)
+        log.info(processor.convention)
+    missing = [what for module, what in (("PIL", "pictures"), ("av", "videos and sound")) if find_spec(module) is None]
+    if missing:
+        log.warning("%s are refused: they need pip install 'tilerank[vision]'", " and ".join(missing))
     limits: Mapping[str, int] = dict.fromkeys(KINDS, DEFAULT_LIMIT) | (args.limit_mm_per_prompt or {})
     fetcher = Fetcher(args.allowed_media_domains or (), args.allowed_local_media_path)
     return MediaReader(

@@ -80,7 +80,7 @@ class Worker:
         self._model = build_model(self.card, sharding)
         notes = (*self.card.overruled, long_factors_note(self.card.text, self.card.context_length))
         for note in filter(None, notes if group.rank == 0 else ()):
-            log.info("%s", note)
+            log.info(note)
         self.load_report: LoadReport = load_weights(
             self._model,
             Checkpoint(model_dir),
