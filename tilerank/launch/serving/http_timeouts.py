@@ -1,12 +1,15 @@
-"""HTTP connections with deadlines for slow clients: for sending a request, and for reading an answer.
+"""HTTP connections: strict lines, and deadlines for slow clients, for sending a request and for reading an answer.
 
 Every open connection holds one of a bounded number (slow loris), and an answer that is not read stays in memory.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .strict_lines import StrictLines
 
 REQUEST_S = 60.0
 """From the start of a connection, or the end of an answer, to the end of the next request."""
@@ -15,7 +18,7 @@ TAKE_S = 60.0
 
 
 class DeadlineProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with deadlines.
+    """uvicorn's HTTP protocol with deadlines, and with strict lines.
 
     on_waiting: called when it begins to wait for a request.
     on_request: called when one has arrived.
@@ -27,6 +30,10 @@ class DeadlineProtocol(H11Protocol):
     on_lost: Callable[[], None] = staticmethod(lambda: None)
     _sending: asyncio.TimerHandle | None = None  # runs while the client still has to send a request
     _taking: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.conn._receive_buffer = StrictLines()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -60,6 +67,21 @@ class DeadlineProtocol(H11Protocol):
             if timer is not None:
                 timer.cancel()
         self.on_lost()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what turns out to be no HTTP. If it is the body of a request, give up its answer, without a traceback."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.close()
+                return
+        super().send_400_response(msg)
+
+    def _should_upgrade(self) -> bool:
+        """Ignore the header Upgrade, as a server may (RFC 9110, 7.8). uvicorn would log two lines for each request."""
+        return False
 
     def _await_request(self) -> None:
         self.on_waiting()

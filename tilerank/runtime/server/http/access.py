@@ -5,6 +5,7 @@ the answers. Pages show themselves by the headers Host, Origin and Content-Type.
 """
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ FORM_PATHS = ("/v1/audio/transcriptions",)
 """Whose requests are forms. Browsers send forms for any page, so that only Origin protects these."""
 ANY = "*"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?)(?::[0-9]{0,5})?")
+"""The header Host in lower case: an IPv6 address in brackets, or a name or an IPv4 address, and perhaps a port."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class AccessMiddleware:
         if allowed is None or host is None or ANY in allowed:
             return
         name = _name(host)
-        if not _is_loopback(name) and name not in allowed:
+        if name is None or (not _is_loopback(name) and name not in allowed):
             raise ApiError(403, f"Host: expected a name of this server, found {host!r}; --allowed-hosts permits more.")
 
     def _check_origin(self, headers: Mapping[bytes, str]) -> None:
@@ -84,15 +87,16 @@ def _check_type(headers: Mapping[bytes, str], expected: str) -> None:
         raise ApiError(415, f"Content-Type: expected {expected}, found {found}.")
 
 
-def _name(host: str) -> str:
-    """Return a Host header without its port, in lower case."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower().rstrip(".")
+def _name(host: str) -> str | None:
+    """Return a Host header without its port, in lower case. None if it is not of the form that RFC 9110 gives."""
+    found = _HOST.fullmatch(host.lower())
+    return None if found is None else found[1] or found[2]
 
 
 def _is_loopback(name: str) -> bool:
     try:
-        return ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
     except ValueError:
         return name == "localhost" or name.endswith(".localhost")
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
