@@ -129,12 +129,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         type=whole_number(0),
         metavar="N",
-        help="how often within an hour the ranks of a replica are started again when one failed, and so is the HTTP "
-        f"process (default: {MAX_RESTARTS}); not for ranks on several hosts or under mpirun or torchrun",
+        help="how often in a row the ranks of a replica, or the HTTP process, may fail to start again once they have "
+        f"ended (default: {MAX_RESTARTS}; 0: nothing is started again); not for ranks on several hosts or under "
+        "mpirun or torchrun",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    sys.stdout = sys.stderr  # nothing is to be written to stdout, and stderr never blocks
     if HTTP_FDS in os.environ:
         return _run_http_process(args)
     if args.drain_timeout is None:
@@ -234,8 +236,10 @@ class ServeJob(GenerateJob):
         self._ranks = ranks_table.gather(team.group, own, worker)
         if own.rank == 0:
             say(ranks_table.render(self._ranks, worker.cache_tokens, worker.states))
-        # The HTTP process gets this signal as well: it answers what is under way and closes, which ends the ranks.
+        # The HTTP process gets these signals as well: it answers what is under way and closes, which ends the ranks.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if StatusPipe.inherited().connected:  # under another launcher, the HTTP process would inherit this
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return worker
 
     def lead(self, worker: Worker, size: int, placement: Placement) -> None:
@@ -344,6 +348,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
         voices_of(card),
     )
     status = StatusPipe.inherited()
+    status.send(Reached("listening"))
     run(
         Http(listener, tokenizer, about, _access(args, listener), args.max_queued_requests),
         control,

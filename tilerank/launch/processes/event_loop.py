@@ -33,8 +33,8 @@ class Timer:
 
 
 class Loop:
-    """A selector with timers. `on_end` is called for SIGINT and SIGTERM. Ctrl-Z stops the children and all timers,
-    too."""
+    """A selector with timers. `on_end` is called for SIGINT, SIGTERM, and SIGHUP unless nohup had it ignored. SIGUSR1
+    and SIGUSR2 are ignored, also by the children. Ctrl-Z stops the children and all timers, too."""
 
     def __init__(self, on_end: Callable[[signal.Signals], None]) -> None:
         self.children: list[Child] = []
@@ -42,9 +42,11 @@ class Loop:
         self._timers: list[Timer] = []
         self._selector = selectors.DefaultSelector()
         self._wake, self._signalled = socket.socketpair()
-        self._old_handlers = {
-            number: signal.signal(number, lambda *_: None)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP, signal.SIGCHLD)
+        handled = [signal.SIGINT, signal.SIGTERM, signal.SIGTSTP, signal.SIGCHLD]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            handled.append(signal.SIGHUP)
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled} | {
+            number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGUSR1, signal.SIGUSR2)
         }
         for end in (self._wake, self._signalled):
             end.setblocking(False)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import math
 import resource
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -50,8 +51,8 @@ class Http:
 
 
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
-    """Serve the engines whose connections arrive over `control`, until SIGTERM or SIGINT, or until the other end of
-    `control` is closed. New requests are then refused; those under way are answered if that takes at most `drain_s`
+    """Serve the engines whose connections arrive over `control`, until SIGTERM, SIGINT or SIGHUP, or until its other
+    end is closed. New requests are then refused; those under way are answered if that takes at most `drain_s`
     seconds, and fail after that. `on_ready` is called when the first engine can take requests."""
     gc.collect()
     gc.freeze()  # what is there now stays, and the garbage collector need not visit it while requests wait
@@ -105,6 +106,8 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
         on_ready()
 
     loop.add_reader(control, on_control)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # uvicorn handles the other two
+        loop.add_signal_handler(signal.SIGHUP, stop_requested.set)
     others = [asyncio.create_task(task()) for task in (stop_when_requested, announce_when_ready)]
     await server.serve(sockets=[http.listener])
     for task in (*others, *engines):

@@ -69,7 +69,7 @@ class DeadlineProtocol(H11Protocol):
         self.on_lost()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what turns out to be no HTTP. If it is the body of a request, give up its answer, without a traceback."""
+        """Refuse what is no HTTP. If the body of a request is not, its answer is given up, without a traceback."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True

@@ -12,13 +12,17 @@ from functools import partial
 
 from tilerank.runtime.server.link.handover import connect
 
+from ..errors import LaunchError
 from ..logs import say
-from ..processes.event_loop import Loop
+from ..processes.event_loop import Loop, Timer
 from ..processes.process import ProcessSpec
 from ..processes.status import Phase
 from ..processes.supervisor import END_S, TERMINATE_S, ProcessGroup, WatchedConditions
 
-HOUR_S = 3600.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+"""Before a part that has ended twice is started again. The wait doubles each time."""
+HEALTHY_S = 60.0
+"""A part that was up for so long is started again at once."""
 
 Specs = Callable[[int], Sequence[ProcessSpec]]
 """Returns the processes of a part of the server. Its leader receives connections over the descriptor given."""
@@ -32,9 +36,12 @@ class _Part:
         self.specs = specs
         self.group: ProcessGroup | None = None
         self.control: socket.socket | None = None
-        self.ready = False
-        self.was_ready = False  # once
-        self.restarts: list[float] = []
+        self.up_since: float | None = None  # since when it has been able to work; None while it starts
+        self.ready = False  # it can work, and so can the part that it needs
+        self.was_up = self.was_ready = False  # once
+        self.failed_starts = 0  # since it was up
+        self.wait_s = 0.0  # before the next start
+        self.restart: Timer | None = None
 
     @property
     def running(self) -> bool:
@@ -54,8 +61,11 @@ class _Part:
 class ServerSupervisor:
     """Runs a server until the user ends it.
 
-    `replicas`: groups of ranks. `max_restarts`: how often a part is started again within an hour; one that never was
-    ready is not. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once, when all are
+    A part that ends is started again, after a wait if it has ended a short time ago, too: what a client can cause must
+    not end the server. One that never was up is not.
+
+    `replicas`: groups of ranks. `max_restarts`: how often in a row a part may fail to start again; with 0 no part is
+    started again. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once, when all are
     ready.
     """
 
@@ -88,7 +98,7 @@ class ServerSupervisor:
         try:
             for part in self._parts:
                 self._start(part)
-            self._loop.run(lambda: any(part.running for part in self._parts))
+            self._loop.run(lambda: any(part.running or part.restart is not None for part in self._parts))
             return self._status
         finally:
             for part in self._parts:
@@ -98,7 +108,7 @@ class ServerSupervisor:
             self._loop.close()
 
     def _start(self, part: _Part) -> None:
-        part.ready = False
+        part.ready, part.up_since = False, None
         part.control, theirs = socket.socketpair()
         part.group = ProcessGroup(
             self._loop, self._watch, on_phase=partial(self._on_phase, part), on_end=partial(self._on_end, part)
@@ -109,6 +119,8 @@ class ServerSupervisor:
                 connect(self._http.control, replica.control, number)
 
     def _on_phase(self, part: _Part, phase: Phase) -> None:
+        if phase in ("listening", "generating"):
+            part.up_since, part.was_up, part.failed_starts = time.monotonic(), True, 0
         if phase not in ("generating", "serving"):
             return
         part.ready = True
@@ -125,7 +137,7 @@ class ServerSupervisor:
             for part in self._parts:
                 part.end(number, 0)
             return
-        self._ending = True
+        self._stop_restarts()
         self._http.end(signal.SIGTERM, self._drain_s + END_S)
         for replica in self._replicas:
             if not replica.ready:
@@ -148,24 +160,50 @@ class ServerSupervisor:
             if part is self._http:
                 self._end_ranks()
             return
-        sentence = outcome.sentence or f"{part.name} ended unexpectedly"
-        now = time.monotonic()
-        part.restarts = [at for at in part.restarts if now - at < HOUR_S]
-        count = len(part.restarts)
-        if part.was_ready and count < self._max_restarts:
-            say(
-                f"tilerank: warning: {sentence}; {part.name} is started again "
-                f"({count + 1} of {self._max_restarts} times within an hour)"
-            )
-            part.restarts.append(now)
-            self._start(part)
+        self._start_again_or_end(part, outcome.sentence or f"{part.name} ended unexpectedly", outcome.status or 1)
+
+    def _start_again_or_end(self, part: _Part, sentence: str, status: int) -> None:
+        """Start a part again whose processes have ended, or could not be started, for the reason in `sentence`."""
+        if part.up_since is None:
+            part.failed_starts += 1
+        elif time.monotonic() - part.up_since >= HEALTHY_S:
+            part.wait_s = 0.0
+        if not part.was_up or not self._max_restarts:
+            self._end_after_failure(sentence, status)
             return
-        if part.was_ready and count:
-            sentence += f"; --max-restarts {self._max_restarts} allows no further restart within the hour"
+        if part.failed_starts > self._max_restarts:
+            more = f"; {part.name} failed to start {part.failed_starts} times in a row, more than --max-restarts allows"
+            self._end_after_failure(sentence + more, status)
+            return
+        when = f" in {part.wait_s:g} s" if part.wait_s else ""
+        count = f" (failed to start {part.failed_starts} of {self._max_restarts} times)" if part.failed_starts else ""
+        say(f"tilerank: warning: {sentence}; {part.name} is started again{when}{count}")
+        part.restart = self._loop.after(part.wait_s, partial(self._start_again, part))
+        part.wait_s = min(max(2 * part.wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
+
+    def _start_again(self, part: _Part) -> None:
+        part.restart = None
+        try:
+            self._start(part)
+        except LaunchError as e:
+            assert part.group is not None
+            part.group.kill()
+            part.close_control()
+            self._start_again_or_end(part, str(e), 1)
+
+    def _end_after_failure(self, sentence: str, status: int) -> None:
         say(f"tilerank: error: {sentence}")
-        self._ending, self._status = True, outcome.status or 1
-        for other in self._parts:
-            other.end(signal.SIGTERM, TERMINATE_S)
+        self._status = status
+        self._stop_restarts()
+        for part in self._parts:
+            part.end(signal.SIGTERM, TERMINATE_S)
+
+    def _stop_restarts(self) -> None:
+        """From now on, no part is started again."""
+        self._ending = True
+        for part in self._parts:
+            self._loop.cancel(part.restart)
+            part.restart = None
 
     def _end_ranks(self) -> None:
         """End the ranks by closing their connections: they ignore SIGTERM, which may have reached the whole control
