@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from tests.runtime.omni import test_sound
 from tests.runtime.server.omni_model import TEMPLATE, make_omni, wav
@@ -21,6 +22,7 @@ from tilerank.runtime.server.chat.media import MediaReader
 from tilerank.runtime.server.http import body, form
 from tilerank.runtime.server.http.access import Access, AccessMiddleware
 from tilerank.runtime.server.http.errors import ApiError
+from tilerank.runtime.server.http.memory import MemoryMiddleware, ServerMemory
 
 PATH = "/v1/audio/transcriptions"
 SAMPLES = 16000 + 4801
@@ -151,8 +153,15 @@ def form_of(content_type: str, body: bytes) -> list[tuple[str, str | bytes]]:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": pieces.pop(0) if pieces else b"", "more_body": bool(pieces)}
 
-    headers = [(b"content-type", content_type.encode())]
-    return asyncio.run(form.read_form(Request({"type": "http", "headers": headers}, receive), 4 << 20))
+    async def send(message: Any) -> None: ...
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found.extend(await form.read_form(Request(scope, receive), 4 << 20))
+
+    found: list[tuple[str, str | bytes]] = []
+    scope = {"type": "http", "headers": [(b"content-type", content_type.encode())]}
+    asyncio.run(MemoryMiddleware(app, ServerMemory(media=True))(scope, receive, send))
+    return found
 
 
 @pytest.mark.parametrize(
