@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tilerank.launch import log_limit, log_writer
+from tilerank.launch.serving.server_supervisor import FIRST_WAIT_S, LONGEST_WAIT_S
 from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 from tilerank.runtime.server.apis.responses import store
 from tilerank.runtime.server.chat.generation import MAX_CHOICES
@@ -48,6 +50,12 @@ STRUCTURES = f"{json_values.MAX_STRUCTURES:,}"
         ("choices of a request", [str(MAX_CHOICES)]),
         ("media of a request", [mib(media_budget.MAX_ENCODED), mib(media_budget.MAX_DECODED)]),
         ("media of all requests", [gib(media_budget.MAX_HELD), mib(media_budget.MAX_WAITING)]),
+        ("lines of the log that wait", [mib(log_writer.LIMIT)]),
+        (
+            "lines of the log that clients cause",
+            [f"{log_limit.MAX_KINDS} kinds", f"after {log_limit.SHORTEST_S:g}, 2, 4 to {log_limit.LONGEST_S:g} s"],
+        ),
+        ("waits before a process", [f"0, {FIRST_WAIT_S:g}, 2, 4 to {LONGEST_WAIT_S:g} s"]),
     ],
 )
 def test_bounds(what: str, figures: list[str]) -> None:
