@@ -261,7 +261,8 @@ static void stream_block_scaled(const FewRows& rows, const Format& weight, Range
   const auto prefetch = [&](int64_t block) {
     for (int64_t part = 0; part < 2; part += kParts) finish.prefetch({0, rows.m}, (block + part) / kParts);
   };
-  const auto write = [&](const auto& sums, int64_t block) {
+  // Not inlined, because loops for several numbers of rows call it.
+  const auto write = [&] [[gnu::noinline]] (const auto& sums, int64_t block) {
     if constexpr (kParts == 2) {
       finish.write({sums[0], sums[1]}, {0, rows.m}, block / 2);
     } else {

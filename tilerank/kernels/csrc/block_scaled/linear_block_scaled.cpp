@@ -29,10 +29,11 @@ static void linear(const LinearArgs& args, const Format& weight, const Epilogue&
   const Range own = team.share(epilogue.results);
   for (int64_t panel = 0; panel < rows.panels.panels; panel += kStripePanels) {
     const Range stripe{panel, std::min(panel + kStripePanels, rows.panels.panels)};
-    multiply_results<kParts>(rows, stripe, weight, own, k, memory,
-                             [&](int64_t row, int64_t result, const float* const(&totals)[kParts]) {
-                               epilogue.write(row, result, load32(totals[0]), load32(totals[kParts - 1]));
-                             });
+    // Not inlined, because loops for several numbers of rows call it.
+    const auto emit = [&] [[gnu::noinline]] (int64_t row, int64_t result, const float* const(&totals)[kParts]) {
+      epilogue.write(row, result, load32(totals[0]), load32(totals[kParts - 1]));
+    };
+    multiply_results<kParts>(rows, stripe, weight, own, k, memory, emit);
   }
 }
 

@@ -73,9 +73,8 @@ struct Epilogue {
   Epilogue& operator=(const Epilogue&) = delete;
 
   // Writes one row of a result from its sums; with two parts `sums` is the gate and `up` the up projection, otherwise
-  // `up` is not used. Columns beyond the last are dropped. It is not inlined, because the loops that call it have to
-  // stay small.
-  [[gnu::noinline]] void write(int64_t row, int64_t result, const Vec32& sums, const Vec32& up) const {
+  // `up` is not used. Columns beyond the last are dropped.
+  void write(int64_t row, int64_t result, const Vec32& sums, const Vec32& up) const {
     const int64_t first = result * kBlockN;
     if (kLanes == 16 && streams_ && first + kBlockN <= out.size[1]) return write_line(row, first, sums, up);
     for (int v = 0; v < kBlockN / kLanes; ++v) {

@@ -119,8 +119,8 @@ static inline uint32_t largest_word(Ints x) {
 static inline void store_low_bytes(int8_t* p, Ints x) {
   const __m256i first = _mm256_set1_epi32(0x0c080400);  // bytes 0, 4, 8 and 12 of each half
   const __m256i bytes = _mm256_shuffle_epi8(x, first);
-  const int32_t parts[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
-  std::memcpy(p, parts, 8);
+  const __m128i joined = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), joined);
 }
 // The sums of the products of two halves in each word.
 static inline Ints dot(Ints x, Ints y) { return _mm256_madd_epi16(x, y); }
