@@ -122,7 +122,7 @@ def without(*names: str) -> Callable[[Path], None]:
         (edit(VIDEOS, num_frames=8), "num_frames: expected fps instead, found 8"),
         (edit(VIDEOS, do_sample_frames=False), "do_sample_frames: expected true"),
         (edit(VIDEOS, fps=0), "fps: expected a number above 0"),
-        (edit("config.json", image_token_id=3), "image_token_id: found 3, but the tokenizer encodes"),
+        (edit("config.json", image_token_id=3), "image_token_id: found 3, but the tokenizer has"),
         (
             edit("config.json", vision_config={"patch_size": 14}),
             "patch_size: expected 14 like vision_config.patch_size",
