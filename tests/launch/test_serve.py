@@ -224,7 +224,8 @@ def test_a_disconnected_waiting_request_is_cancelled(tmp_path: Path) -> None:
 HOSTILE: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", b"", 400, "JSON"),
     ("/v1/completions", b"\xff\xfe", 400, "JSON"),
-    ("/v1/completions", b"[" * 100000, 400, "recursion|JSON"),
+    ("/v1/completions", b"[" * 50000, 400, "recursion|JSON"),
+    ("/v1/completions", b"[" * 100000, 413, "at most 65,536 strings, objects and lists"),
     ("/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
     ("/v1/completions", b'{"prompt": "x", "top_p": 1e999}', 400, "top_p"),
     ("/v1/completions", {"prompt": "x", "n": 1 << 40}, 400, "n: "),

@@ -37,7 +37,7 @@ from ..chat.request import ChatCompletion, Sampling, TemplateRequest
 from ..chat.text_encoder import DirectTextEncoder, TextEncoder, TextError
 from ..chat.tools.format import ToolFormat
 from ..chat.tools.parser import ToolParser
-from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_json, read_json, validation_error
+from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_object, read_json, validation_error
 from ..http.errors import ApiError
 from ..http.json_values import MAX_NUMBERS, MAX_TOKEN_IDS
 from ..http.media_budget import MediaBudget, Share
@@ -101,7 +101,7 @@ class Service:
         data, values = await read_json(request, MAX_MEDIA_BODY if takes_media else MAX_BODY, max_numbers)
         await memory.hold(parsed_bytes(data, values))
         async with self.turn(request):
-            parsed = parse_json(data)
+            parsed = parse_object(data)
             del data
             memory.drop_read()
         async with self.turn(request):

@@ -55,12 +55,15 @@ async def read_json(request: Request, max_bytes: int, max_numbers: int = MAX_NUM
     return data, values
 
 
-def parse_json(data: bytes | bytearray) -> Any:
-    """Return the value of a body. Raises ApiError."""
+def parse_object(data: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object that a body is. Raises ApiError."""
     try:
-        return pydantic_core.from_json(data)
+        value = pydantic_core.from_json(data)
     except ValueError as e:
         raise ApiError(400, f"Invalid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ApiError(400, f"The body: expected a JSON object, found a value of type {type(value).__name__}.")
+    return value
 
 
 def validation_error(body: Any, error: pydantic.ValidationError) -> ApiError:
