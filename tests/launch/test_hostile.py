@@ -77,9 +77,9 @@ SCHEMA = (
     b'{"type": "json_schema", "json_schema": {"name": "x", "schema": %s}}}'
 )
 BODIES: list[tuple[str, str, bytes | dict[str, Any], str]] = [
-    ("deep in an unknown field", CHAT, b'{"messages": [], "q": ' + nested(50_000) + b"}", "recursion"),
+    ("deep in an unknown field", CHAT, b'{"messages": [], "q": ' + nested(30_000) + b"}", "recursion"),
     ("deep in a message", CHAT, b'{"messages": [{"role": "user", "q": ' + nested(500) + b"}]}", "recursion"),
-    ("deep lists", COMPLETIONS, nested(100_000, b"[", b"]"), "recursion"),
+    ("deep lists", COMPLETIONS, nested(60_000, b"[", b"]"), "recursion"),
     ("a schema as deep as JSON may be", CHAT, SCHEMA % nested(180, b'{"items":').replace(b"1", b"{}"), "the grammar: "),
     ("an integer of 100,000 digits", COMPLETIONS, b'{"prompt": "x", "max_tokens": ' + b"9" * 100_000 + b"}", "number"),
     ("an unknown one", COMPLETIONS, b'{"prompt": "x", "q": ' + b"9" * 100_000 + b"}", "number"),

@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shutil.copytree(DEMO_VL, model, ignore=shutil.ignore_patterns("testset"))
     change(model / "preprocessor_config.json", "size", longest_edge=SIDE * SIDE)
     change(model / "config.json", "text_config", max_position_embeddings=CONTEXT)
-    options = ("--max-total-tokens", 2 * CONTEXT, "--dist-timeout", 5, "--max-restarts", len(LOST))
+    options = ("--max-total-tokens", 2 * CONTEXT, "--dist-timeout", 12, "--max-restarts", len(LOST))
     with serving("--tp", 2, "--model-path", model, *options) as server:
         yield server
 

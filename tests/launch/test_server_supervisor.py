@@ -96,7 +96,7 @@ def answers_again(server: Server, running: int = 0) -> None:
 
 def test_a_lost_rank_fails_what_runs_and_comes_back(endless: Options) -> None:
     lost = [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
-    with serving("--tp", 2, "--dist-timeout", 4, "--max-restarts", len(lost), *endless) as server:
+    with serving("--tp", 2, "--dist-timeout", 10, "--max-restarts", len(lost), *endless) as server:
         http_pid = pid_of(server, "TILERANK_HTTP_FDS")
         for count, (rank, number) in enumerate(lost, 1):
             lose_under_load(server, rank, number)
@@ -253,7 +253,9 @@ def test_sigterm_lets_answers_finish_and_turns_others_away(endless: Options) -> 
 
 
 def test_sighup_drains_and_sigusr1_does_nothing(endless: Options) -> None:
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the server would ignore it
     with serving("--tp", 2, *endless) as server:
+        signal.signal(signal.SIGHUP, ignored)
         with streaming(server), streaming(server, max_tokens=100) as events:
             for pid in server.running.pids():
                 os.kill(pid, signal.SIGUSR1)
