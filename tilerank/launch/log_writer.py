@@ -1,6 +1,6 @@
 """A text stream that never blocks those who write to it: a thread writes the lines, and drops what finds no room.
 
-A pipe that nobody reads any more blocks every process that writes to it, its event loop and its end included.
+A pipe that is no longer read blocks every process that writes to it: its event loop stops, and it cannot end.
 O_NONBLOCK would prevent that, but it belongs to the open file, which we share with the user's shell.
 """
 
@@ -91,7 +91,8 @@ class LineWriter(io.TextIOBase):
                 self._dropped += 0 if written else _lines(data)
                 notice = self._dropped if written and not self._waiting else 0
             if notice:
-                written = self._write(f"tilerank: {notice} lines of the log were dropped: nothing took them\n".encode())
+                text = f"tilerank: {notice} lines of the log were dropped, because it was not read\n"
+                written = self._write(text.encode())
             with self._changed:
                 self._dropped -= notice if written else 0
                 self._size -= len(data)

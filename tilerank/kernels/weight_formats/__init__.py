@@ -23,4 +23,4 @@ LAYOUTS = (
     ChannelFp8.layout,
     GroupInt8.layout,
 )
-"""Those for which kernels are compiled."""
+"""The layouts of weights for which kernels are compiled."""

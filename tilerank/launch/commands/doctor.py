@@ -39,6 +39,7 @@ REQUIRED = (
     "pydantic",
     "prometheus-client",
     "numpy",
+    "h11",
     "httpcore2",
     "python-multipart",
     "huggingface_hub",

@@ -120,7 +120,7 @@ class LimitedProcess:
         if self._process is not None:
             self._process.kill()
 
-    def end(self) -> "Ending":
+    def end(self) -> Ending:
         """End the process now, if it runs; return how it ended."""
         self.close()
         if self._process is None:
@@ -160,7 +160,7 @@ class LimitedPool(Generic[A]):
         def release(done: asyncio.Task[A]) -> None:
             self._idle.put_nowait(process)
             if not done.cancelled():
-                done.exception()  # nobody else may read it
+                done.exception()  # asyncio would log an exception that is never read
 
         asking.add_done_callback(release)
         return await asyncio.shield(asking)  # a process answers an abandoned question before the next one

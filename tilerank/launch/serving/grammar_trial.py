@@ -18,7 +18,7 @@ from ..processes.limited_process import LimitedPool, OverLimitError, answer_all,
 CPU_S = 1
 """Limit for one grammar."""
 DEADLINE_S = 30.0
-"""For one grammar, on a busy machine."""
+"""Within which one grammar is compiled, on a busy machine."""
 MEMORY = 1 << 30
 """Limit of the process, in bytes of address space."""
 KEPT = 256

@@ -34,7 +34,7 @@ CPU_S = 2
 CHARACTERS_PER_S = 1 << 18
 """Characters of a question that give it another second."""
 DEADLINE_S = 30.0
-"""For a question without the time for its length, on a busy machine."""
+"""Within which a question is answered on a busy machine, beside the time for its length."""
 BUSY = 4
 """Seconds in which a process of a busy machine gets one second."""
 SHORT_TEXT = 4096
@@ -159,9 +159,8 @@ class TextProcesses:
 
 def main(model_dir: Path) -> None:
     """Answer each question."""
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # for one text another thread takes longer, and has limits of its own
-    )
+    # For one text, another thread takes longer, and has limits of its own.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     connection = to_parent(_questions)
     tokenizer = Tokenizer(model_dir)
     trim = ctypes.CDLL(None).malloc_trim

@@ -25,7 +25,7 @@ _BEGIN, _END = "<|begin_of_text|>", "<|end_of_text|>"
 _HEADER = ("<|start_header_id|>", "<|end_header_id|>")
 _RESERVED = "<|reserved_special_token_%d|>"
 _EOT = 9
-# Of Meta's tokenizer.py.
+# The format that Meta's tokenizer.py writes.
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
     "{{ message.content | trim }}<|eot_id|>{% endfor %}"

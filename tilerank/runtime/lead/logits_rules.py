@@ -39,7 +39,7 @@ class LogitsRules:
         """The bad words that are one token."""
         # A tokenizer may have more tokens than the model has logits.
         self.never_early = sorted({*self.never, *(id for id in ends if id < vocab)})
-        """Those, and the ends that params.min_new_tokens leaves out."""
+        """The tokens of `never` and the ends: all are left out before params.min_new_tokens."""
         self.bad_words: dict[int, list[tuple[bytes, int]]] = {}
         """The longer ones, by their last token but one: the tokens before the last one as bytes, and the last one."""
         for *begin, last in params.bad_words:

@@ -1,6 +1,6 @@
 """Alternatives of `oneOf` that no value follows together, so that they may be written as `anyOf`.
 
-llguidance tells alternatives apart by type and by required constants, and does not follow their references.
+llguidance compares the types and the required constants of alternatives, and does not follow their references.
 """
 
 import itertools

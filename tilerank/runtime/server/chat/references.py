@@ -1,4 +1,4 @@
-"""What is asked of a schema: what it refers to, and what says nothing."""
+"""Follows the references of a JSON schema, and lists the keywords that do not constrain its values."""
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -8,7 +8,7 @@ Schema = Mapping[str, Any]
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 )
-"""Keywords that say nothing of what a value must be."""
+"""Keywords that do not constrain a value."""
 MAX_DEPTH = 16
 """References and alternatives inside each other; a schema may refer to itself."""
 

@@ -17,7 +17,7 @@ MAX_TEXT = 64 << 10
 
 
 class _Parser(MultiPartParser):
-    spool_max_size = sys.maxsize  # of what is not written to a file on the disk
+    spool_max_size = sys.maxsize  # bytes of a file beyond which it is written to the disk
 
 
 async def read_form(request: Request, max_bytes: int) -> list[tuple[str, str | bytes]]:

@@ -10,7 +10,7 @@ from .errors import ApiError
 from .json_values import JsonValues
 
 WAIT_S = 10.0
-"""For memory that other requests hold. A request that waits longer is refused."""
+"""A request that waits longer for memory that others hold is refused."""
 SMALL = 1 << 20
 """Bytes of what is made of a small body: 1,000 strings or 256 KiB of text, and a few ms of the event loop."""
 MAX_READ = 96 << 20
@@ -18,7 +18,7 @@ MAX_READ = 96 << 20
 MAX_SMALL = 96 << 20
 """Bytes of what is made of small bodies, until their requests have a prompt."""
 MAX_LARGE = 288 << 20
-"""The same for large bodies, and conversations that are continued."""
+"""Bytes of what is made of large bodies and of conversations that are continued, until there is a prompt."""
 MAX_MEDIA_READ = 512 << 20
 """MAX_READ for a model that takes media, which bodies hold in base64."""
 MAX_MEDIA_LARGE = 1 << 30
@@ -28,8 +28,8 @@ MAX_ANSWERS = 192 << 20
 PROMPTS = 2
 """Large requests, of a model that reads text, that become prompts at the same time."""
 _STRUCTURE = 1 << 10
-"""Bytes as which a string, a key, an object or a list counts. It takes a quarter of them, but the garbage collector
-visits all that are held: for a million of them, a third of a second."""
+"""Bytes as which a string, a key, an object or a list counts: four times those that it takes, because the garbage
+collector visits all that are held, and a million of them keep it busy for a third of a second."""
 _NUMBER = 48
 """Bytes of a number and of its place in a list, twice."""
 _SCOPE = "tilerank.memory"
@@ -98,7 +98,8 @@ class MemoryBudget:
 class ServerMemory:
     """The memory of all requests.
 
-    turn: large bodies are parsed, checked and translated one at a time. prompting: of those that become prompts.
+    turn: large bodies are parsed, checked and translated one at a time. prompting: bounds how many large requests
+    become prompts at the same time.
     """
 
     def __init__(self, media: bool) -> None:

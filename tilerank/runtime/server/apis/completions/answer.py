@@ -9,7 +9,7 @@ from ..answer import Answer, Json, ServerSentEvent, as_json
 from .choices import Formatter
 
 MAX_CHUNKS = 256
-"""Of a choice of a whole answer, each of some 600 bytes; then they become one."""
+"""A choice of a whole answer keeps so many chunks, each of some 600 bytes, before they become one."""
 _DONE = ServerSentEvent("[DONE]")
 
 
