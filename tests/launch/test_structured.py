@@ -260,7 +260,7 @@ def test_the_client_says_what_was_wrong(server: Server) -> None:
         server.client().chat.completions.create(
             model="demo-lm",
             messages=USER,
-            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "null"}}}},
         )
     with pytest.raises(pydantic.ValidationError):
         Visit.model_validate_json('{"kind": "feast", "days": 99}')  # the check is strict
