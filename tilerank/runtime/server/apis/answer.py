@@ -23,7 +23,7 @@ LONG_DELTA = 256
 """Log-probabilities that are formatted at once in the event loop, those of 12 tokens with 20 alternatives; more take a
 thread."""
 LONG_ANSWER = 1 << 20
-"""Bytes. Longer answers are put together in a thread."""
+"""Bytes. Longer answers are put together and written in a thread."""
 _FORMATTING = ThreadPoolExecutor(1)  # several would take turns with the event loop
 _ENTRY = 96
 """Bytes of the log-probability of a token or of an alternative, as JSON."""
@@ -108,7 +108,14 @@ async def respond(answer: Answer, deltas: AsyncGenerator[Delta], memory: Request
             nbytes += added
             await _added(answer, delta)
     answer.end()
-    whole = await asyncio.to_thread(answer.whole) if answer.costly or nbytes > LONG_ANSWER else answer.whole()
+    if answer.costly or nbytes > LONG_ANSWER:
+        return await asyncio.get_running_loop().run_in_executor(_FORMATTING, _response, answer)
+    return _response(answer)
+
+
+def _response(answer: Answer) -> Response:
+    """Return the response with a whole answer."""
+    whole = answer.whole()
     return PlainTextResponse(whole) if isinstance(whole, str) else json_response(whole)
 
 

@@ -8,7 +8,7 @@ from ...chat.generation import Generation
 from ..answer import Answer, Json, ServerSentEvent, as_json
 from .choices import Formatter
 
-MAX_CHUNKS = 256
+MAX_CHUNKS = 64
 """A choice of a whole answer keeps so many chunks, each of some 600 bytes, before they become one."""
 _DONE = ServerSentEvent("[DONE]")
 
