@@ -41,7 +41,9 @@ def test_a_wheel_of_the_sdist_generates_in_a_bare_environment(tmp_path: Path) ->
     (portable,) = wheels.glob("tilerank-*-manylinux*.whl")
     with zipfile.ZipFile(portable) as files:
         held = set(files.namelist())
-    assert "tilerank/launch/bench/public/processors.json" in held
+    assert {
+        f"tilerank/launch/bench/{name}" for name in ("scoring/prose_and_code.txt", "public/processors.json")
+    } <= held
     assert not any(name.startswith(("benchmarks", "tests")) for name in held)
     bare = environment(tmp_path / "bare", portable)
     result = subprocess.run(

@@ -17,6 +17,7 @@ Codes = Literal["int8", "int4", "fp8"]
 
 INT4_GROUPS = (32, 64, 128)
 DEFAULT_INT4_GROUP = 64
+DEFAULT_INT4_ZERO_POINTS = False
 
 _WRAPPERS = ("model", "language_model", "thinker")
 """Parts at the beginning of names in which the tensors of a file and the modules in memory differ."""
@@ -24,13 +25,20 @@ _WRAPPERS = ("model", "language_model", "thinker")
 
 @dataclass(frozen=True)
 class Quantization:
-    """The codes to which a command quantises projections. group: for int4, the number of columns that share a scale."""
+    """The codes to which a command quantises projections.
+
+    For int4, group: the number of columns that share a scale. zero_points: whether they share a code for 0, too, which
+    otherwise is the middle of the codes. None: the default.
+    """
 
     codes: Codes
     group: int | None = None
+    zero_points: bool | None = None
 
     def __str__(self) -> str:
-        return self.codes if self.group is None else f"{self.codes} in groups of {self.group}"
+        group = "" if self.group is None else f" in groups of {self.group}"
+        zeros = "" if self.zero_points is None else f" with{'' if self.zero_points else 'out'} zero points"
+        return self.codes + group + zeros
 
 
 @dataclass(frozen=True)
@@ -142,4 +150,8 @@ def held_codes(stored: QuantizationConfig | None, asked: Quantization | None) ->
 
 
 def _same(stored: Scheme, asked: Quantization) -> bool:
-    return asked.codes == stored.codes and asked.group in (None, stored.group)
+    return (
+        asked.codes == stored.codes
+        and asked.group in (None, stored.group)
+        and asked.zero_points in (None, not stored.symmetric)
+    )

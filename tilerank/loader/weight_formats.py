@@ -9,6 +9,7 @@ from tilerank.parallel.sharding import WeightFormats
 
 from .quantization_config import (
     DEFAULT_INT4_GROUP,
+    DEFAULT_INT4_ZERO_POINTS,
     INT4_GROUPS,
     Quantization,
     QuantizationConfig,
@@ -66,5 +67,7 @@ def _asked_format(quantization: Quantization) -> Format:
         return Int8()
     if quantization.codes == "fp8":
         return Fp8(*_FP8_BLOCK)
-    # Scales minimise the squared error; zero points would then gain little accuracy for their bytes.
-    return Int4(quantization.group or DEFAULT_INT4_GROUP, zero_points=False)
+    zero_points = quantization.zero_points
+    return Int4(
+        quantization.group or DEFAULT_INT4_GROUP, DEFAULT_INT4_ZERO_POINTS if zero_points is None else zero_points
+    )

@@ -121,6 +121,10 @@ class Layer:
         for child in self.children():
             yield from child.tensors()
 
+    def parameters(self) -> int:
+        """Return the number of weights of the whole model: the elements of all tensors that it uses, each once."""
+        return sum(dict(self.tensors()).values())
+
     def nbytes(self) -> int:
         """Return the bytes that this rank holds, padding included."""
         return sum(child.nbytes() for child in self.children())

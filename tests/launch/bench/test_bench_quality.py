@@ -1,8 +1,10 @@
-"""bench quality: likelihoods by hand, the perplexity of the demo model, and what is refused before any work."""
+"""bench quality: likelihoods and divergences by hand, the perplexity of the demo model, and what is refused before any
+work."""
 
 import argparse
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,11 @@ import torch
 from command import DEMO, run
 
 from tilerank.launch.bench import command, quality
+from tilerank.launch.bench.scoring.likelihood import Likelihood
+from tilerank.launch.bench.scoring.text import DEFAULT_TEXT, read_text
 from tilerank.launch.errors import LaunchError
+from tilerank.loader.card import read_card
+from tilerank.loader.tokenizer import Tokenizer
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -23,10 +29,12 @@ def parse(*words: str) -> argparse.Namespace:
     ("words", "sentence"),
     [
         (("model", str(DEMO), "--chart", "/nowhere/x.svg"), "--chart: expected a .svg file"),
-        (("quality", str(DEMO), "--dtype", "float32"), "takes lists: --dtypes and --ranks"),
-        (("quality", str(DEMO), "--tp", "2"), "takes lists: --dtypes and --ranks"),
-        (("quality", str(DEMO), "--kv-cache-dtype", "int8"), "takes lists: --dtypes bfloat16\\+int8-kv"),
+        (("quality", str(DEMO), "--dtype", "float32"), "takes lists: --formats and --ranks"),
+        (("quality", str(DEMO), "--tp", "2"), "takes lists: --formats and --ranks"),
+        (("quality", str(DEMO), "--kv-cache-dtype", "int8"), "takes lists: --formats bfloat16\\+int8-kv"),
         (("quality", str(DEMO), "--tokens", "/nowhere"), "/nowhere cannot be read"),
+        (("quality", str(DEMO), "--text", "/nowhere"), "/nowhere cannot be read"),
+        (("quality", str(DEMO), "--text", str(DEMO / "model.safetensors")), "expected a text in UTF-8"),
     ],
 )
 def test_refusals_come_before_any_work(words: tuple[str, ...], sentence: str) -> None:
@@ -51,32 +59,76 @@ def test_invalid_token_files_are_refused(content: str, sentence: str, tmp_path: 
         command.run(parse("quality", str(DEMO), "--tokens", str(file)))
 
 
-def test_likelihood_by_hand() -> None:
+def test_a_baseline_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(LaunchError, match="--baseline: expected a vocabulary of 4096, found"):
+        command.run(parse("quality", str(DEMO), "--baseline", str(DEMO.parent / "demo-vl")))
+
+
+def test_windows_are_consecutive_tokens_of_the_text() -> None:
+    """The demo model's tokenizer puts nothing before a text, so that the first token of each window is one of it."""
+    ids = Tokenizer(DEMO).encode(DEFAULT_TEXT.read_text())
+    text = read_text(DEFAULT_TEXT, read_card(DEMO), DEMO, 1000, None)
+    assert [id for window in text.windows for id in window] == ids
+    assert {len(window) for window in text.windows[:-1]} == {1000}
+    assert text.counted == len(ids) - len(text.windows)
+    few = read_text(DEFAULT_TEXT, read_card(DEMO), DEMO, 1 << 20, 2)
+    assert few.windows == [ids[:4096], ids[4096:8192]], "windows are at most as long as the context"
+
+
+def test_a_token_that_begins_every_text_begins_every_window(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "config.json", tmp_path)
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    content = "<|im_end|>"
+    begin = {"SpecialToken": {"id": content, "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {content: {"id": content, "ids": [4095], "tokens": [content]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    ids = Tokenizer(DEMO).encode(DEFAULT_TEXT.read_text())
+    text = read_text(DEFAULT_TEXT, read_card(tmp_path), tmp_path, 1000, None)
+    assert text.windows[:2] == [[4095, *ids[:999]], [4095, *ids[999:1998]]]
+    assert text.counted == len(ids), "what stands before a text is given, and its own tokens all count"
+
+
+def test_sums_by_hand(tmp_path: Path) -> None:
+    """p = 3/4, 1/4 and then 1/2, 1/2 of the baseline; q = 1/4, 3/4 and then 1/2, 1/2. No token follows the last row."""
     logits = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0], [9.0, 0.0]])
-    # p = 3/4 for token 0, then 1/2 for token 1; no token follows the last row.
-    assert quality.negative_log_likelihood(logits, [1, 0, 1]) == pytest.approx(-math.log(3 / 8), rel=1e-6)
-    row = quality.row_of("float32", 2, {"loss": 2 * math.log(5.0), "tokens": 2, "isa": "amx"}, 4.0, 10.0)
-    assert row["perplexity"] == pytest.approx(5.0) and row["reference_ratio"] == pytest.approx(1.25)
-    assert row["first_ratio"] == pytest.approx(0.5)
+    baseline, other = Likelihood(tmp_path / "file", writes=True), Likelihood(tmp_path / "file")
+    with baseline:
+        baseline.add_logits(logits, [1, 0, 1])
+    with other:
+        other.add_logits(torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0], [9.0, 0.0]]), [1, 0, 1])
+    assert (tmp_path / "file").stat().st_size == 2 * 2 * 4
+    found, found_other = baseline.sums(), other.sums()
+    assert found["loss"] == pytest.approx(-math.log(3 / 8), rel=1e-6)
+    assert found_other["loss"] == pytest.approx(-math.log(1 / 8), rel=1e-6)
+    assert found_other["kl"] == pytest.approx(0.5 * math.log(3.0), rel=1e-6)  # 3/4 log 3 - 1/4 log 3
+    assert (found_other["tokens"], found_other["same_top_1"]) == (2, 1)
+    sums = found_other | {"isa": "amx", "bits_per_weight": 8.0, "load_s": 1.0}
+    row = quality.row_of("int8", 2, sums, 2.0)
+    assert row["perplexity"] == pytest.approx(8**0.5) and row["perplexity_increase"] == pytest.approx(2**0.5 - 1)
+    assert row["mean_kl"] == pytest.approx(0.25 * math.log(3.0)) and row["same_top_1"] == 0.5
+    assert quality.row_of("int8", 2, sums, None)["mean_kl"] is None
 
 
 def test_bench_quality_finds_the_perplexity_of_transformers(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    result = run("bench", "quality", DEMO, "--ranks", 2, "--dtypes", "float32,bfloat16", "--json", file)
+    options = ("--tokens", DEMO / "eval_tokens.json", "--ranks", "2,1", "--formats", "float32,bfloat16+int8-kv,int8")
+    result = run("bench", "quality", DEMO, *options, "--json", file)
     assert (result.status, result.errors) == (0, []), result.err
     known = json.loads((DEMO / "eval_tokens.json").read_text())
-    single, half = json.loads(file.read_text())
-    assert single["perplexity"] == pytest.approx(known["fp32_perplexity"], rel=1e-4)
-    assert half["perplexity"] == pytest.approx(known["bf16_perplexity"], rel=2e-3)
-    assert single["reference_ratio"] == pytest.approx(1, rel=1e-4) and half["first_ratio"] != 1.0
-    assert single["tokens"] == sum(len(ids) - 1 for ids in known["sequences"])
-
-
-def test_bench_quality_of_an_int8_cache_is_close_to_that_of_bf16(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    options = ("--ranks", 1, "--limit", 4, "--dtypes", "bfloat16,bfloat16+int8-kv", "--json", file)
-    result = run("bench", "quality", DEMO, *options)
-    assert (result.status, result.errors) == (0, []), result.err
-    bf16, int8 = json.loads(file.read_text())
-    assert (bf16["dtype"], int8["dtype"]) == ("bfloat16", "bfloat16+int8-kv")
-    assert 0 < abs(int8["perplexity"] / bf16["perplexity"] - 1) < 2e-3
+    rows = {(row["format"], row["tp"]): row for row in json.loads(file.read_text())}
+    assert list(rows) == [(name, tp) for name in ("float32", "bfloat16+int8-kv", "int8") for tp in (2, 1)]
+    assert rows["float32", 2]["perplexity"] == pytest.approx(known["fp32_perplexity"], rel=1e-4)
+    assert rows["float32", 2]["mean_kl"] is None
+    again = rows["float32", 1]
+    assert abs(again["mean_kl"]) < 1e-6 and again["same_top_1"] > 0.999
+    cache, int8 = rows["bfloat16+int8-kv", 1], rows["int8", 1]
+    assert cache["perplexity"] == pytest.approx(known["bf16_perplexity"], rel=4e-3)
+    assert again["mean_kl"] < cache["mean_kl"] < int8["mean_kl"] < 0.1
+    assert again["tokens"] == sum(len(ids) - 1 for ids in known["sequences"])
+    # Projections and the tied table of 8 bits, and a scale and a sum of each of 6,144 rows.
+    assert 8 < int8["bits_per_weight"] < 8.6 and 16 < cache["bits_per_weight"] < 17

@@ -181,7 +181,7 @@ def test_ranks_beyond_the_units_of_a_width_get_none(tmp_path: Path) -> None:
 
 
 DEMO_PAGE = """\
-models/it: qwen3, 6 layers, 6.3 million parameters, bfloat16, 3 ranks
+models/it: qwen3, 6 layers, 6.3 million parameters, bfloat16, 19.06 bits a weight, 3 ranks
 
          query heads   KV heads   MLP width   vocabulary
 total              8          2         704         4096
@@ -259,7 +259,7 @@ def test_replicas_of_two_ranks_each(tmp_path: Path) -> None:
     assert replicas.node_need(2) == second.ranks[0].weights + RANK_OVERHEAD + 1000 * second.ranks[0].cache_per_token
     assert replicas.refusal() is None
     page = render_replicas(replicas)
-    assert "bfloat16, 2 ranks in each of 2 replicas" in page
+    assert "bfloat16, 16.05 bits a weight, 2 ranks in each of 2 replicas" in page
     assert page.count("KV cache of 1,000 tokens, ") == 2
     assert [line.split()[:2] for line in page.splitlines() if line.startswith("Replica")] == [
         ["Replica", "0:"],

@@ -48,7 +48,8 @@ def test_int8_is_a_byte_a_weight_and_a_scale_and_a_sum_a_row(tmp_path: Path) -> 
     assert plan.parameters == PARAMETERS
     assert plan.memory.weights == (PARAMETERS - NORMS - table) + 8 * rows + 2 * (NORMS + table + ROPE)
     assert (plan.dtype, plan.quantization) == ("bfloat16", "int8")
-    assert "3.34 billion parameters, int8, 1 rank" in render(plan)
+    assert plan.bits_per_weight == 8 * plan.memory.weights / PARAMETERS
+    assert "3.34 billion parameters, int8, 8.79 bits a weight, 1 rank" in render(plan)
 
 
 def test_an_int8_cache_is_a_byte_a_value_and_a_scale_a_token(tmp_path: Path) -> None:
@@ -117,5 +118,13 @@ def test_options_of_quantisation(capsys: pytest.CaptureFixture[str]) -> None:
         assert command.run(parser.parse_args([*words, *asked])) == 0
         weights[asked[-1]] = json.loads(capsys.readouterr().out)["weights"]
     assert weights["int8"] > weights["32"] > weights["128"]
-    with pytest.raises(LaunchError, match=r"^--quantization-group needs --quantization int4$"):
-        command.run(parser.parse_args([*words, "int8", "--quantization-group", "32"]))
+    assert (
+        command.run(parser.parse_args([*words, "int4", "--quantization-group", "32", "--quantization-zero-points"]))
+        == 0
+    )
+    bits = json.loads(capsys.readouterr().out)["weights"]
+    assert bits > weights["32"], "a byte more for each group"
+    for option in (["--quantization-group", "32"], ["--no-quantization-zero-points"]):
+        name = option[0].replace("--no-", "--")
+        with pytest.raises(LaunchError, match=rf"^{name} needs --quantization int4$"):
+            command.run(parser.parse_args([*words, "int8", *option]))

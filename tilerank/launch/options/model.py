@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
-from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP, INT4_GROUPS, Quantization, check_agreement
+from tilerank.loader.quantization_config import (
+    DEFAULT_INT4_GROUP,
+    DEFAULT_INT4_ZERO_POINTS,
+    INT4_GROUPS,
+    Quantization,
+    check_agreement,
+)
 from tilerank.runtime.media.family import FamilyOptions
 from tilerank.runtime.media.registry import all_options, with_options
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
@@ -99,14 +105,18 @@ class ModelOptions:
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
-    """Return what the options of `add_arguments`, or of `add_plan_arguments`, say. Raises LaunchError for a group
-    without int4."""
-    if args.quantization_group is not None and args.quantization != "int4":
-        raise LaunchError("--quantization-group needs --quantization int4")
+    """Return what the options of `add_arguments`, or of `add_plan_arguments`, say. Raises LaunchError for a group or
+    zero points without int4."""
+    for name in ("group", "zero_points"):
+        if getattr(args, f"quantization_{name}") is not None and args.quantization != "int4":
+            raise LaunchError(f"--quantization-{name.replace('_', '-')} needs --quantization int4")
+    quantization = None
+    if args.quantization is not None:
+        quantization = Quantization(args.quantization, args.quantization_group, args.quantization_zero_points)
     given = {option.name: getattr(args, option.name.strip("-").replace("-", "_")) for option in all_options()}
     return ModelOptions(
         dtype=args.dtype,
-        quantization=None if args.quantization is None else Quantization(args.quantization, args.quantization_group),
+        quantization=quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         strategy=args.strategy,
         kv_split=args.kv_split,
@@ -166,6 +176,12 @@ def add_format_arguments(parser: argparse._ActionsContainer, dtype: str) -> None
         choices=INT4_GROUPS,
         metavar="N",
         help=f"int4: columns that share a scale, {', '.join(map(str, INT4_GROUPS))} (default: {DEFAULT_INT4_GROUP})",
+    )
+    parser.add_argument(
+        "--quantization-zero-points",
+        action=argparse.BooleanOptionalAction,
+        help="int4: columns that share a scale share a code for 0 as well, instead of the middle of the codes "
+        f"(default: {'yes' if DEFAULT_INT4_ZERO_POINTS else 'no'})",
     )
     parser.add_argument(
         "--kv-cache-dtype",

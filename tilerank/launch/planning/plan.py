@@ -77,7 +77,7 @@ def plan_model(
         model=model,
         model_type=card.model_type,
         num_layers=len(models[0].cache_specs()),
-        parameters=sum(dict(models[0].tensors()).values()),
+        parameters=models[0].parameters(),
         dtype=str(dtype).removeprefix("torch."),
         quantization=held_codes(card.quantization, options.quantization),
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),

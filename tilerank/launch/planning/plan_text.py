@@ -32,7 +32,7 @@ def _title(plan: Plan) -> str:
     parameters = f"{million / 1e3:.2f} billion" if million >= 1000 else f"{million:.1f} million"
     return (
         f"{plan.model}: {plan.model_type}, {count(plan.num_layers, 'layer')}, {parameters} parameters, "
-        f"{plan.form}, {_codes_in_cache(plan)}{count(plan.tp, 'rank')}"
+        f"{plan.form}, {plan.bits_per_weight:.2f} bits a weight, {_codes_in_cache(plan)}{count(plan.tp, 'rank')}"
     )
 
 
@@ -238,7 +238,7 @@ def _overflow_note(full: list[int]) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan and the totals derived from it, ready for JSON."""
     memory = {name: getattr(plan.memory, name) for name in ("weights", "media", "speech", "cache_per_token", "state")}
-    totals = {name: getattr(plan, name) for name in ("need", "available", "token_room")}
+    totals = {name: getattr(plan, name) for name in ("need", "available", "token_room", "bits_per_weight")}
     shares = {
         "ranks": [{name: share[name] for name in _RANK} for share in map(dataclasses.asdict, plan.ranks)],
         "nodes": [{name: share[name] for name in _NODE} for share in map(dataclasses.asdict, plan.nodes)],

@@ -148,6 +148,11 @@ class Plan:
         """The format of the weights."""
         return self.quantization or self.dtype
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that all ranks hold for each of the model's weights: scales, copies and padding included."""
+        return 8 * self.memory.weights * self.tp / len(self.ranks) / self.parameters
+
     @cached_property
     def memory(self) -> MemoryUse:
         """The memory of all ranks of this host."""

@@ -123,6 +123,11 @@ class Worker:
         return self._model.nbytes()
 
     @property
+    def parameters(self) -> int:
+        """Weights of the whole model."""
+        return self._model.parameters()
+
+    @property
     def position_axes(self) -> int:
         """The number of axes of a token's position."""
         return self._model.position_axes

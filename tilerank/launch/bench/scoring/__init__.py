@@ -1,0 +1,1 @@
+"""How well a model predicts a text: windows of the text, and sums over its tokens."""
