@@ -17,7 +17,7 @@ from tilerank.kernels.errors import KernelError
 from tilerank.kernels.reference import ops as reference
 
 pytestmark = pytest.mark.usefixtures("restored")
-needs_compiled = pytest.mark.skipif(not core.isa_report()[2].usable, reason=core.isa_report()[2].reason)
+needs_compiled = pytest.mark.skipif(not core.isa_report()[-2].usable, reason=core.isa_report()[-2].reason)
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from command import DEMO, Result, demo_copy, run
 
+from tilerank.kernels import core
 from tilerank.launch.host.cpulist import format_cpulist
 from tilerank.launch.host.topology import read_topology
+from tilerank.launch.ranks import start
 
 PROMPT = "Once upon a time"
 NEW = 24
@@ -135,6 +137,13 @@ def test_several_prompts_are_shown_in_order() -> None:
 
 
 @pytest.mark.skipif(len(read_topology().usable_cores()) < 2, reason="one core leaves nothing to choose")
+def test_one_rung_for_all_kernels() -> None:
+    assert start.ISAS == core.ISAS
+    result = generate("--tp", 2, "--isa", "reference", "--prompt", PROMPT, "--max-new-tokens", 4, "--ignore-eos")
+    assert result.out == tokenizer().decode(greedy(PROMPT, NEW)[:4]) + "\n"
+    assert "4 tokens from 2 ranks on reference: " in result.err
+
+
 def test_the_mask_of_taskset_is_kept_and_that_of_srun_is_not() -> None:
     """Slurm binds a task to one core unless told otherwise; a step of one task is a shell as any other."""
     cpus = [cpu for core in read_topology().usable_cores() for cpu in core.threads]

@@ -15,7 +15,7 @@ import pytest
 from ranks import Ranks, run_ranks
 
 from tests.parallel.test_group import needs_core
-from tilerank.parallel.hosts import PeerInfo, address_of, hosts_of
+from tilerank.parallel.hosts import PeerInfo, address_of, common_isa, hosts_of
 
 STORE = ("10.77.0.1", 29411)  # exists only inside the namespace
 
@@ -101,12 +101,17 @@ def test_stopped_on_the_other_host(two_hosts: list[str]) -> None:
 
 
 def test_ranks_are_grouped_by_host_not_by_number() -> None:
-    peers = [PeerInfo(rank, 5, host, "", 1) for rank, host in enumerate("baabc")]
+    peers = [PeerInfo(rank, 5, host, "", 1, "avx2") for rank, host in enumerate("baabc")]
     assert hosts_of(peers) == ((0, 3), (1, 2), (4,))
 
 
+def test_the_newest_rung_of_all_ranks_is_that_of_the_oldest_cpu() -> None:
+    peers = [PeerInfo(rank, 3, "a", "", 1, isa) for rank, isa in enumerate(["amx", "avx512", "avx512_bf16"])]
+    assert common_isa(peers) == "avx512" and common_isa(peers[::2]) == "avx512_bf16"
+
+
 def test_one_host_binds_loopback_only() -> None:
-    peers = [PeerInfo(rank, 2, "a", "192.0.2.1", 1) for rank in range(2)]
+    peers = [PeerInfo(rank, 2, "a", "192.0.2.1", 1, "avx2") for rank in range(2)]
     assert address_of(1, peers, hosts_of(peers)) == "127.0.0.1"
 
 

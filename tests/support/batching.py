@@ -37,7 +37,7 @@ Ask = Callable[[Engine, list[Request]], Answers]
 
 def single() -> Team:
     """Return a team of one rank."""
-    return Team(SingleGroup(), Channel(0, None, {}, 10.0))
+    return Team(SingleGroup(), Channel(0, None, {}, 10.0), core.isa())
 
 
 def single_engine(model_dir: Path, *, mm_cache_bytes: int = MM_CACHE_BYTES, **config: Any) -> Engine:

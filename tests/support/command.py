@@ -18,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
+from tilerank.kernels import core
+
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 COMMAND = (sys.executable, "-m", "tilerank")
 PATIENCE_S = 300.0
 SOON_S = 40.0  # five seconds by design, which a busy machine may exceed; a wait for a deadline of its own takes 60 s
 ENDLESS = 1 << 18
+NEWEST_ISA = next(rung.name for rung in core.isa_report() if rung.usable)
+"""What commands run on unless a test says otherwise, so that none measures rates, which may differ between runs."""
 MARK = "TILERANK_TEST_RUN"  # in the environment of every process of a run
 
 # Open MPI as root, and with more ranks than cores. Version 4 reads OMPI_MCA_*, version 5 PRTE_MCA_*.
@@ -67,7 +71,7 @@ class Run:
             stderr=subprocess.PIPE,
             bufsize=0,
             cwd=cwd,
-            env={**os.environ, **(env or {}), name: value},
+            env={"TILERANK_ISA": NEWEST_ISA, **os.environ, **(env or {}), name: value},
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         self._streams = {"out": self.process.stdout, "err": self.process.stderr}

@@ -1,14 +1,16 @@
 """The compiled core: instruction sets, threads and memory of the kernels.
 
 The function of a kernel runs in plain torch (`reference/`) if `isa()` is "reference"; otherwise it launches the
-compiled kernel.
+compiled kernel, on the rung of its kind (`kind_of`, `rung_of`).
 """
 
 import atexit
+import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "reference")
 
 _isa: str | None = None
+_rungs: dict[str, str] = {}  # by kind of kernel; kinds that are missing run on _isa
 _DTYPES = {getattr(torch, name): code for code, name in enumerate(_C.dtypes())} if _C else {}
 
 
@@ -53,10 +56,8 @@ def isa_report() -> list[Rung]:
     """
     obstacles = dict(_C.obstacles()) if _C else dict.fromkeys(ISAS[:-1], _not_built)
     obstacles["reference"] = ""
-    cap = os.environ.get("TILERANK_ISA")
+    cap = given_isa()
     if cap is not None:
-        if cap not in ISAS:
-            raise KernelError(f"TILERANK_ISA: expected one of {', '.join(ISAS)}, found {cap!r}")
         if obstacles[cap]:
             raise KernelError(f"TILERANK_ISA: expected a rung this machine can run, found {cap}: {obstacles[cap]}")
         for name in ISAS[: ISAS.index(cap)]:
@@ -65,9 +66,25 @@ def isa_report() -> list[Rung]:
     return [Rung(name, not obstacles[name], obstacles[name], name in emulated) for name in ISAS]
 
 
-def isa() -> str:
-    """Return the rung in force, one of ISAS: the best usable one, unless TILERANK_ISA or `force_isa` select another.
+def given_isa() -> str | None:
+    """Return the rung that TILERANK_ISA names, or None. Raises KernelError if there is no such rung."""
+    cap = os.environ.get("TILERANK_ISA")
+    if cap is not None and cap not in ISAS:
+        raise KernelError(f"TILERANK_ISA: expected one of {', '.join(ISAS)}, found {cap!r}")
+    return cap
 
+
+def hardware_isa() -> str:
+    """Return the newest rung of this CPU, whether or not TILERANK_ISA allows it. Emulated tiles do not count."""
+    obstacles = _C.obstacles() if _C else []
+    rungs = [name for name, obstacle in obstacles if not obstacle and not (name == "amx" and _C.emulates_amx)]
+    return rungs[0] if rungs else "reference"
+
+
+def isa() -> str:
+    """Return the rung in force, one of ISAS: the newest usable one, unless TILERANK_ISA or `force_isa` select another.
+
+    `use_rungs` may have chosen older ones for some kinds of kernels.
     Raises KernelError if TILERANK_ISA names a rung that does not exist or that this machine cannot run.
     """
     if _isa is None:
@@ -83,7 +100,7 @@ def isa() -> str:
 
 
 def force_isa(name: str) -> None:
-    """Switch the rung of this process, for tests. Raises KernelError if the rung is unknown or unusable."""
+    """Run all kernels on the rung `name`. Raises KernelError if the rung is unknown or unusable."""
     for rung in isa_report():
         if rung.name == name:
             if not rung.usable:
@@ -96,8 +113,47 @@ def force_isa(name: str) -> None:
 def _use(name: str) -> None:
     global _isa
     _isa = name
-    if _C:
-        _C.set_isa(name)
+    use_rungs({})
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a compiled kernel: the set of kernels that run on the same rung.
+
+    It is the format of the weights for products (Layout.format), "attention" for attention, and "" or another name that
+    `use_rungs` does not get for kernels that always run on `isa()`.
+    """
+    if kernel in ("attention", "latent_attention"):
+        return "attention"
+    prefixes = ("linear_", "head_linear_", "moe_", "convolve_")
+    return next((kernel.removeprefix(prefix) for prefix in prefixes if kernel.startswith(prefix)), "")
+
+
+def use_rungs(rungs: Mapping[str, str]) -> None:
+    """Run the kernels of some kinds on other rungs than `isa()`. rungs: by kind; they replace earlier ones.
+
+    All ranks must use the same rungs, because the bits of a result depend on them. Graphs that were recorded before
+    keep theirs. Raises KernelError for a rung that this machine cannot run.
+    """
+    global _rungs
+    default = isa()
+    for name in _C.kernels() if _C else ():
+        _C.choose_isa(name, rungs.get(kind_of(name), default))
+    _rungs = dict(rungs)
+
+
+def rungs() -> dict[str, str]:
+    """Return what `use_rungs` was called with last."""
+    return dict(_rungs)
+
+
+def rung_of(kind: str) -> str:
+    """Return the rung on which the kernels of a kind run."""
+    return _rungs.get(kind) or isa()
+
+
+def build_digest() -> str:
+    """Return a digest of the compiled core, which changes whenever its kernels do. Empty without one."""
+    return hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest() if _C else ""
 
 
 def kernel(name: str, parameters: str | None = None) -> int:
@@ -144,9 +200,9 @@ def num_threads() -> int:
     return _C.num_threads() if _C else 1
 
 
-def packs_per_thread(rows: int) -> bool:
+def packs_per_thread(kind: str, rows: int) -> bool:
     """Return whether a product has so few rows that every thread packs all of them itself, to save a barrier."""
-    return rows <= {"amx": 16, "avx2": 3}.get(isa(), 8)
+    return rows <= {"amx": 16, "avx2": 3}.get(rung_of(kind), 8)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ machine or the cores do not support it.
 import os
 import statistics
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from . import core
@@ -75,16 +76,32 @@ def amx_tflops(kind: str, threads: int, cores: Sequence[int] | None = None) -> f
 
 
 def vector_tflops(kind: str, threads: int, cores: Sequence[int] | None = None) -> float:
-    """Return the rate of the vector products of the rung in force on `threads` cores, in 1e12 operations per second.
+    """Return the rate of vector products on `threads` cores, in 1e12 operations per second.
 
-    kind: "fp32", "bf16" or "int8". On rungs without bf16 products, which widen bf16 to fp32, both have the same rate.
+    It is that of the fastest rung of this CPU, whichever is in force.
+
+    kind: "fp32", "bf16" or "int8". Rungs without bf16 products widen bf16 to fp32, which is faster on some CPUs.
     """
     _check_compiled()
     if kind not in _DTYPES:
         raise KernelError(f"vector_tflops: kind: expected one of {', '.join(_DTYPES)}, found {kind!r}")
-    core.isa()
-    dtype = _C.dtypes().index(_DTYPES[kind])
-    return statistics.median(_C.measure_vectors(_first(threads, cores), dtype)) / 1e12
+    own = _first(threads, cores)
+    return _vector_rate(_fastest_vectors(kind, own[0]), kind, own) / 1e12
+
+
+@cache
+def _fastest_vectors(kind: str, cpu: int) -> str:
+    """Return the rung with the highest rate of vector products. Measured once: it is that of the CPU model."""
+    rungs = [
+        rung for rung, obstacle in _C.obstacles() if not obstacle and rung != "amx"
+    ]  # amx has those of avx512_bf16
+    if not rungs:
+        raise KernelError(f"vector_tflops: expected a CPU with AVX2 or newer: {_C.obstacles()[-1][1]}")
+    return max(rungs, key=lambda rung: _vector_rate(rung, kind, [cpu]))
+
+
+def _vector_rate(rung: str, kind: str, cores: list[int]) -> float:
+    return statistics.median(_C.measure_vectors(cores, rung, _C.dtypes().index(_DTYPES[kind])))
 
 
 def core_to_core_ns(core_a: int, core_b: int) -> float:

@@ -1,9 +1,11 @@
-"""Which ranks share a host, and the address of a rank for the others."""
+"""Which ranks share a host, the address of a rank for the others, and the rung that all can run."""
 
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tilerank.kernels.core import ISAS
 
 from .errors import GroupError
 
@@ -19,6 +21,7 @@ class PeerInfo:
     host: str
     address: str
     lanes: int  # threads of its kernels, 0 without the compiled core
+    isa: str  # the newest rung of its kernels
 
 
 def host_id() -> str:
@@ -38,6 +41,11 @@ def hosts_of(peers: Sequence[PeerInfo]) -> Hosts:
     for info in peers:
         hosts.setdefault(info.host, []).append(info.rank)
     return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def common_isa(peers: Sequence[PeerInfo]) -> str:
+    """Return the newest rung that all ranks can run."""
+    return max((info.isa for info in peers), key=ISAS.index)
 
 
 def route_to(host: str, port: int) -> str:

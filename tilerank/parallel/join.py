@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tilerank.kernels import core
+
 from .channel import Channel, Link, open_link
 from .credentials import TAKEN, authenticate
 from .errors import GroupError
@@ -15,7 +17,7 @@ from .gloo import GlooGroup
 from .group import Group, SingleGroup
 from .handshakes import PendingHandshakes, refuse
 from .host_group import HostGroup
-from .hosts import Hosts, PeerInfo, address_of, hosts_of
+from .hosts import Hosts, PeerInfo, address_of, common_isa, hosts_of
 from .rendezvous import DATA, WATCH, Membership, Rendezvous, RendezvousStore
 from .shm import ShmGroup, create_segment
 
@@ -30,10 +32,14 @@ READY_POLL_S = 0.02
 
 @dataclass
 class Team:
-    """What a rank holds once it has joined: the group for collectives and the channel for control messages."""
+    """What a rank holds once it has joined: the group for collectives and the channel for control messages.
+
+    isa: the newest rung of kernels that all ranks can run.
+    """
 
     group: Group
     channel: Channel
+    isa: str
     hosts: Hosts = ((0,),)
     _rendezvous: Rendezvous | None = field(default=None, repr=False)  # until all are ready
     _mpi: "MpiJob | None" = field(default=None, repr=False)
@@ -83,7 +89,7 @@ def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Tea
     if not 0 <= m.rank < m.size:
         raise GroupError(f"rank {m.rank} of {m.size} is impossible: ranks are 0 to {m.size - 1}")
     if m.size == 1:
-        return Team(SingleGroup(), Channel(0, None, {}, m.timeout_s))
+        return Team(SingleGroup(), Channel(0, None, {}, m.timeout_s), core.isa())
     rendezvous = Rendezvous(m)
     peers = rendezvous.peers
     hosts = hosts_of(peers)
@@ -98,7 +104,7 @@ def join(m: Membership, collectives: str = "auto", *, spin: bool = False) -> Tea
     except BaseException:
         rendezvous.close()
         raise
-    return Team(group, channel, hosts, rendezvous, mpi)
+    return Team(group, channel, common_isa(peers), hosts, rendezvous, mpi)
 
 
 def _connect(rendezvous: Rendezvous, hosts: Hosts) -> Channel:

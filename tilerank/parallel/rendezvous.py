@@ -277,7 +277,7 @@ class Rendezvous:
         m = self.membership
         lanes = 0 if core.isa() == "reference" else core.num_threads()
         address = "127.0.0.1" if m.local else route_to(m.host, m.port)
-        return PeerInfo(m.rank, m.size, host_id(), address, lanes)
+        return PeerInfo(m.rank, m.size, host_id(), address, lanes, core.isa())
 
     def _ask(self, request: Mapping[str, Any]) -> str:
         return str(self._exchange(request)["value"])

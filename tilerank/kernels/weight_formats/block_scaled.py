@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import core
 from ..errors import KernelError
 from ..reference import weight_formats as reference
-from ..weight import BLOCK_N, TILE_ROWS, round_up
+from ..weight import BLOCK_N, TILE_ROWS, Format, round_up
 
 TILE_K = 32
 """Inputs in a tile."""
@@ -57,6 +57,7 @@ class BlockScaledWeight(ABC):
     `values` are packed codes, or [n, k] where kernels run in plain torch.
     """
 
+    format: Format
     values: Tensor
     n: int
     k: int
@@ -67,10 +68,10 @@ class BlockScaledWeight(ABC):
 
     def scratch(self, m: int) -> int:
         """Return the bytes for packed rows of x; with few rows every thread packs them for itself."""
-        k = round_up(self.k, TILE_K)
-        if core.packs_per_thread(m):
+        k, kind = round_up(self.k, TILE_K), self.format.layout.format
+        if core.packs_per_thread(kind, m):
             return 0
-        if core.isa() == "amx":
+        if core.rung_of(kind) == "amx":
             return round_up(m, TILE_ROWS) * k * 2
         return m * (k + k // TILE_K) * 4  # in fp32, with at most one sum per scale block
 

@@ -97,9 +97,10 @@ class FloatWeight:
         return self.data.ndim == 2
 
     def scratch(self, m: int) -> int:
-        if core.isa() != "amx" or self.dtype is torch.float32:
+        kind = self.format.layout.format
+        if core.rung_of(kind) != "amx" or self.dtype is torch.float32:
             return WORK_QUEUE_BYTES + m * (self.k + 1) * 4  # the queue and panels of rows (csrc/linear/panels-inl.h)
-        if core.packs_per_thread(m):
+        if core.packs_per_thread(kind, m):
             return 0
         return round_up(m, TILE_ROWS) * round_up(self.k, _TILE_K) * 2  # packed rows of x
 

@@ -106,10 +106,11 @@ class Int8Weight:
 
     def scratch(self, m: int) -> int:
         """Return the bytes for the codes and scales of x; with few rows every thread quantises them for itself."""
-        if core.packs_per_thread(m):
+        if core.packs_per_thread(_LAYOUT.format, m):
             return 0
-        rows = round_up(m, TILE_ROWS) if core.isa() == "amx" else m
-        code_bytes = 2 if core.isa() == "avx2" else 1
+        rung = core.rung_of(_LAYOUT.format)
+        rows = round_up(m, TILE_ROWS) if rung == "amx" else m
+        code_bytes = 2 if rung == "avx2" else 1
         return rows * round_up(self.k, _TILE_K) * code_bytes + m * 4
 
     def product(self, x: Tensor) -> Tensor:

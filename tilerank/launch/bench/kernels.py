@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tilerank.parallel.cost import Work
 
 from ..host.topology import read_topology
+from ..ranks.agreed_rungs import use_fastest_rungs
 from .entry import Calls, Entry
 from .harness import Column, Row, add_json_argument, check_json_argument, header, line, median_by, write_json
 from .peaks import (
@@ -109,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(len(cores))
     torch.ones(1 << 20).add_(1.0)  # starts torch's threads before this thread is pinned: they inherit its affinity
     core.start_pool(cores, spin=True)
+    use_fastest_rungs(cores, len(cores), spin=True)
     print(f"{core.isa()} on {len(cores)} cores; {peaks.text()}\n")
     columns = columns_of(peaks.isa)
     print(header(columns))
@@ -195,7 +197,7 @@ def _row_of_one(entry: Entry, measurement: Measurement, peaks: Peaks, isa: str) 
 
 
 def columns_of(isa: str) -> list[Column]:
-    """Return the columns of the table on the rung `isa`."""
+    """Return the columns of the table, whose limits are those of hardware with the rung `isa`."""
     compute = f"of {compute_unit(isa)}"
     return [
         Column("kernel", 18, lambda row: row["kernel"]),

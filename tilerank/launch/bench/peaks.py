@@ -42,13 +42,13 @@ class Peaks:
     """The peak rates of a set of cores.
 
     stream_read_gbs: reading memory with all cores, GB/s.
-    amx_bf16_tflops, amx_int8_tops: AMX tile products; None unless the rung is "amx".
+    amx_bf16_tflops, amx_int8_tops: AMX tile products; None unless `isa` is "amx".
     core_to_core_ns: one-way latency between the two closest cores; None for a single core.
     first_touch_gbs: writing freshly allocated memory for the first time, GB/s.
     load_average: of the machine, before the measurement.
-    isa: the rung in use.
-    vector_fp32_tflops, vector_bf16_tflops, vector_int8_tops: vector products of the rung; None for "amx" and
-    "reference".
+    isa: the newest rung of the hardware, whichever ones are in use: limits are those of the hardware.
+    vector_fp32_tflops, vector_bf16_tflops, vector_int8_tops: vector products on the rung that is fastest at them; None
+    for "amx" and "reference".
     stream_update_gbs: reading and writing memory in place with all cores, GB/s of both together; None unless it was
     measured.
     """
@@ -70,13 +70,13 @@ class Peaks:
         return self._memory_seconds(work) / seconds
 
     def amx_share(self, work: Work, seconds: float) -> float | None:
-        """Return `compute_share` if the rung is "amx", else None."""
+        """Return `compute_share` if the hardware has AMX, else None."""
         return self.compute_share(work, seconds) if self.isa == "amx" else None
 
     def compute_share(self, work: Work, seconds: float) -> float | None:
-        """Return the share of the rung's compute peaks, AMX or vector, that `work` uses if it takes `seconds`.
+        """Return the share of the compute peaks, AMX or vector, that `work` uses if it takes `seconds`.
 
-        None if no operation of `work` has a known peak, such as fp32 on the rung "amx".
+        None if no operation of `work` has a known peak, such as fp32 with AMX.
         """
         return self._compute_seconds(work) / seconds or None
 
@@ -147,7 +147,7 @@ class RateProbe:
         if work.updated:
             found["stream_update_gbs"] = self._stream.update_gbs()
         for name, kind, _ in COMPUTE:
-            if getattr(work, kind) and _has_peak(core.isa(), name):
+            if getattr(work, kind) and _has_peak(core.hardware_isa(), name):
                 found[name] = _compute_peak(name, kind, len(self._cores), self._cores)
         return found
 
@@ -164,9 +164,9 @@ def mean_rates(before: Rates, after: Rates) -> Rates:
 
 
 def _has_peak(isa: str, name: str) -> bool:
-    """Return whether the compute peak `name` limits kernels of the rung `isa`: tiles for "amx", vectors for others.
+    """Return whether the compute peak `name` limits hardware whose newest rung is `isa`: tiles for "amx", else vectors.
 
-    The rung "reference", plain torch, has no compute peak.
+    The rung "reference", a machine without the compiled core, has no compute peak.
     """
     return isa != "reference" and name.startswith("amx") == (isa == "amx")
 
@@ -178,7 +178,7 @@ def _compute_peak(name: str, kind: str, threads: int, cores: Sequence[int]) -> f
 
 
 def compute_unit(isa: str) -> str:
-    """Return a name for the execution unit that limits the rung `isa`, for titles."""
+    """Return a name for the execution unit of the rung `isa`, for titles."""
     return {"amx": "AMX", "avx2": "AVX2", "reference": "torch"}.get(isa, "AVX-512")
 
 
@@ -236,10 +236,9 @@ def measure_peaks(topology: Topology, cores: Sequence[int] | None = None) -> dic
         "stream_read_gbs": {str(count): peaks.stream_read_gbs(count, own) for count in counts},
         "stream_update_gbs": {str(count): peaks.stream_update_gbs(count, own) for count in counts},
     }
-    rungs = core.isa_report()
-    report["isa"] = next(rung.name for rung in rungs if rung.usable)
+    report["isa"] = core.hardware_isa()
     if report["isa"] != "amx":
-        report["amx"] = f"not available: {rungs[0].reason}"
+        report["amx"] = f"not available: {core.isa_report()[0].reason}"
     for name, kind, _ in COMPUTE:
         if _has_peak(report["isa"], name):
             report[name] = {str(count): _compute_peak(name, kind, count, own) for count in counts}

@@ -21,6 +21,7 @@ from typing import Any
 from ..errors import LaunchError
 from ..host.binding import huge_pages, memory_policy_refusal
 from ..host.cpulist import format_cpulist, read_int
+from ..host.kept_rates import rung_texts
 from ..host.placement import auto_ranks, place
 from ..host.topology import Topology, read_topology
 from ..text import count
@@ -93,6 +94,7 @@ def examine(root: Path = Path("/")) -> tuple[dict[str, Any], list[Finding]]:
     report["libraries"] = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     findings += library_findings(report["libraries"])
     report["isa"], isa_findings = _isa() if report["libraries"]["torch"] else ([], [])  # the kernels need torch
+    report["rungs"] = rung_texts() if report["isa"] else []
     report["mpi"] = _mpi()
     return report, findings + isa_findings + mpi_findings(report["mpi"])
 
@@ -264,6 +266,7 @@ def _text(report: dict[str, Any]) -> list[str]:
         state = "in use" if rung["name"] == in_use else "usable" if rung["usable"] else f"off: {rung['reason']}"
         emulated = " (emulated tiles, for tests)" if rung["emulated"] else ""
         lines.append(_line(f"isa {rung['name']}{emulated}", state))
+    lines += [_line("rungs", text) for text in report["rungs"]]
     mpi = report["mpi"]
     found = [f"{entry['path']} ({entry['version']})" for entry in mpi["launchers"].values()]
     lines.append(_line("mpi", ", ".join(found) or "no mpirun or mpiexec on PATH (only needed to start ranks with it)"))

@@ -11,6 +11,7 @@ from tilerank.loader.card import ModelCard
 from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 
 from ..errors import LaunchError
+from ..host.kept_rates import rung_texts
 from ..host.placement import Placement, auto_ranks, divide_placement
 from ..host.topology import read_topology
 from ..options import model
@@ -87,9 +88,14 @@ def run(args: argparse.Namespace) -> int:
         return plan if other is None else without_cores(plan)
 
     plans = tuple(planned(part) for part in (divide_placement(whole, division.dp) if division.dp > 1 else [whole]))
+    rungs = rung_texts() if other is None else []
     if len(plans) == 1:
-        print(json.dumps(as_json(plans[0])) if args.json else render(plans[0]))
-        return 0 if plans[0].refusal() is None else 1
-    replicas = ReplicaPlans(plans, division.reason)
-    print(json.dumps(replicas_as_json(replicas)) if args.json else render_replicas(replicas))
-    return 0 if replicas.refusal() is None else 1
+        report, page, refusal = as_json(plans[0]), render(plans[0]), plans[0].refusal()
+    else:
+        replicas = ReplicaPlans(plans, division.reason)
+        report, page, refusal = replicas_as_json(replicas), render_replicas(replicas), replicas.refusal()
+    if args.json:
+        print(json.dumps(report | {"rungs": rungs}))
+    else:
+        print("\n".join([page, *([""] if rungs else []), *(f"Kernels: {text}." for text in rungs)]))
+    return 0 if refusal is None else 1

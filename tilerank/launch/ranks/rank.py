@@ -24,6 +24,7 @@ from ..host.binding import bind, inherited_notes
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
 from ..processes.status import ErrorReport, Phase, Reached, StatusPipe
+from .agreed_rungs import agree_on_rungs
 from .bootstrap import find_address, launcher_process
 from .rendezvous import Identity, check_tp, rendezvous_method
 from .start import RANK_ENVIRONMENT, answer_s, foreign_placement, inherited_placement, joining_s
@@ -101,6 +102,8 @@ def _report(identity: Identity, status: StatusPipe, error: Exception) -> None:
 
 def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: StatusPipe) -> None:
     begun = time.monotonic()
+    if args.isa is not None:
+        os.environ["TILERANK_ISA"] = args.isa
     if identity.launcher != "tilerank":
         check_tp(identity, args.tp)
     if identity.launcher in ("torchrun", "Open MPI", "MPICH"):
@@ -147,6 +150,7 @@ def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: Stat
     team = join(member, args.collectives, spin=not placement.oversubscribed)
     _end_after_failure(team, identity, status)
     try:
+        agree_on_rungs(team, own, spin=not placement.oversubscribed)
         _reach(status, "loading")
         worker = job.build(team, own)
         team.ready(LOAD_S)

@@ -33,6 +33,8 @@ RENDEZVOUS_S = 120.0
 loading a model."""
 MIN_FILES = 512
 """Open files that a process needs beside the connections of a server."""
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "reference")
+"""`kernels.core.ISAS`, repeated here because importing it imports torch."""
 # Kernels run on our own pinned threads; threads of torch and OpenMP would only compete for their cores.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -77,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--master-addr", metavar="HOST", help="address of rank 0's host, reachable from all hosts")
     ranks.add_argument(
         "--master-port", type=whole_number(1, 65535), metavar="PORT", help="port at which ranks of several hosts meet"
+    )
+    ranks.add_argument(
+        "--isa",
+        choices=ISAS,
+        help="the rung of the instruction set ladder for all kernels (default: TILERANK_ISA, or the fastest for each)",
     )
     ranks.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 

@@ -66,7 +66,7 @@ class MediaEncoding:
 
 def operations_of_piece(dtype: torch.dtype, ranks: int) -> float:
     """Return the operations of a piece of an encode, on all ranks together: so many that it takes about 20 ms."""
-    rung = core.isa()
+    rung = core.rung_of("bf16")
     if dtype is torch.float32 and rung in ("amx", "avx512_bf16"):
         rung = "avx512"
     return _OPERATIONS[rung] * core.num_threads() * ranks

@@ -20,7 +20,6 @@ namespace tilerank {
 namespace {
 
 PyObject* error_type = nullptr;
-Isa current = Isa::reference;
 
 // A graph, and the tensors that it reads or writes outside its own arena.
 struct Recording {
@@ -40,7 +39,7 @@ void attach(py::type tensor, const py::list& dtypes, py::type error) {
 
 // Runs a call, or adds it to the recording in progress. tensors: those of the arguments, in their order.
 void run(int id, Call& call, const std::vector<py::object>& tensors) {
-  call.kernel = find_kernel(id, current);
+  call.kernel = chosen_kernel(id);
   if (!recording) {
     py::gil_scoped_release unlocked;
     Pool::instance().run(&call, 1);
@@ -51,6 +50,14 @@ void run(int id, Call& call, const std::vector<py::object>& tensors) {
     const void* const data = call.args.tensors[i].data;
     if (data && !recording->graph.arena()->contains(data)) recording->kept.push_back(tensors[i]);
   }
+}
+
+// Returns the rung of that name. Throws Error if there is none that this machine can run.
+Isa usable_isa(const std::string& name) {
+  for (int i = 0; i < kIsas; ++i) {
+    if (name == isa_name(Isa{i}) && isa_obstacle(Isa{i}).empty()) return Isa{i};
+  }
+  throw Error("isa: expected a rung that this machine can run, found " + name);
 }
 
 // Touches a tensor of bytes on all threads.
@@ -89,11 +96,8 @@ PYBIND11_MODULE(_C, m) {
     return all;
   });
   m.attr("emulates_amx") = kEmulatesAmx;
-  m.def("set_isa", [](const std::string& name) {
-    for (int i = 0; i < kIsas; ++i) {
-      if (name == isa_name(Isa{i}) && isa_obstacle(Isa{i}).empty()) current = Isa{i};
-    }
-  });
+  m.def("choose_isa",
+        [](const std::string& kernel, const std::string& isa) { choose_isa(kernel_id(kernel), usable_isa(isa)); });
   m.def("kernel", &kernel_id);
   m.def("parameters", &kernel_parameters);
   m.def("kernels", [] {
@@ -147,8 +151,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("measure_amx", &measure_amx, no_gil);
   m.def(
       "measure_vectors",
-      [](const std::vector<int>& cores, int dtype) {
-        return measure_vectors(cores, current, static_cast<DType>(dtype));
+      [](const std::vector<int>& cores, const std::string& isa, int dtype) {
+        return measure_vectors(cores, usable_isa(isa), static_cast<DType>(dtype));
       },
       no_gil);
   m.def("measure_core_to_core", &measure_core_to_core, no_gil);

@@ -12,6 +12,7 @@ namespace {
 struct Entry {
   std::string name;
   std::array<Kernel, kIsas> versions{};
+  Isa chosen = Isa::reference;
   std::string parameters{};
 };
 
@@ -29,7 +30,7 @@ std::map<std::string, int>& ids() {
 
 void register_kernel(const char* name, Isa isa, Kernel kernel) {
   const auto [known, added] = ids().try_emplace(name, static_cast<int>(entries().size()));
-  if (added) entries().push_back({name, {}});
+  if (added) entries().push_back({name});
   entries()[known->second].versions[static_cast<int>(isa)] = kernel;
 }
 
@@ -49,7 +50,7 @@ int kernel_id(const std::string& name) {
   return known->second;
 }
 
-static const Entry& entry_of(int id) {
+static Entry& entry_of(int id) {
   if (id < 0 || id >= static_cast<int>(entries().size())) {
     throw Error("launch: expected a kernel number from kernel(), found " + std::to_string(id));
   }
@@ -66,6 +67,9 @@ Kernel find_kernel(int id, Isa isa) {
   }
   throw Error("launch: " + entry.name + " has no version for the rung " + isa_name(isa));
 }
+
+void choose_isa(int id, Isa isa) { entry_of(id).chosen = isa; }
+Kernel chosen_kernel(int id) { return find_kernel(id, entry_of(id).chosen); }
 
 std::vector<std::pair<std::string, std::vector<Isa>>> registered_kernels() {
   std::vector<std::pair<std::string, std::vector<Isa>>> all;
