@@ -32,31 +32,53 @@ def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Ten
 
     Returns codes [r, k rounded up to groups] uint8, scales [r, groups] float32, which times 256 are exact in float16,
     and zeros [r, groups] uint8. Nine scales (and zeros) near the one that just covers the extreme values are tried,
-    each refined to the best for its codes; the one with the least squared error is used.
+    each refined to the best for its codes; the one with the least sum of |x| (x - value)^2 is used: plain squares clip
+    large weights, which shrinks the sums that they decide.
     """
     r, k = x.shape
     x = F.pad(x, (0, -k % group)).view(r, -(-k // group), group)
+    finite = x.isfinite().all(-1)
+    x = torch.where(finite[..., None], x, 0.0)
     least, most = x.amin(-1).clamp(max=0.0), x.amax(-1).clamp(min=0.0)
-    gain = torch.zeros(x.shape[:2])
-    scales, zeros = torch.zeros(x.shape[:2]), torch.full(x.shape[:2], 8.0)
+    largest = torch.maximum(-least, most)
+    is_zero = largest < 1e-30
+    unit = torch.where(is_zero, 1.0, largest)
+    relative = torch.where(is_zero[..., None], 0.0, x / unit[..., None])
+    magnitudes = relative.abs()
+    squares = magnitudes * relative
+    first, last = least / unit, most / unit
+    gain, scales, zeros = torch.zeros(x.shape[:2]), torch.zeros(x.shape[:2]), torch.full(x.shape[:2], 8.0)
     for step in range(-3, 6):
         if zero_points:
-            inverse = (15 + 0.4 * step) / (most - least)
-            zero = (-least * inverse - 0.2 * step).round().clamp(0, 15)
+            extra = step / 2
+            inverse = torch.full_like(first, 15 + extra) / (last - first)
+            zero = (-first * inverse - extra / 2).round().clamp(0, 15)
         else:
-            inverse = -(8 + 0.3 * step) / torch.where(-least > most, least, most)
-            zero = torch.full_like(least, 8.0)
-        levels = torch.clamp((x * inverse[..., None]).round(), -zero[..., None], 15 - zero[..., None])
-        products, squares = (x * levels).sum(-1), (levels * levels).sum(-1)
-        better = (squares > 0) & (products * products > gain * squares)
-        gain = torch.where(better, products * products / squares, gain)
-        scales, zeros = torch.where(better, products / squares, scales), torch.where(better, zero, zeros)
-    scales = (scales.clamp(-65504 / 256, 65504 / 256) * 256).to(torch.float16).float() / 256
-    levels = torch.where(scales[..., None] == 0, 0.0, x / scales[..., None]).round()
-    codes = torch.clamp(levels + zeros[..., None], 0, 15)
-    finite = x.isfinite().all(-1)
-    codes = torch.where(finite[..., None], codes, 8.0)
-    return codes.flatten(1).to(torch.uint8), torch.where(finite, scales, float("nan")), zeros.to(torch.uint8)
+            inverse = torch.where(-least > most, 8 + step / 4, -8 - step / 4)
+            zero = torch.full_like(first, 8.0)
+        levels = torch.clamp((relative * inverse[..., None]).round(), -zero[..., None], 15 - zero[..., None])
+        found = _ordered_sum(squares * levels)
+        norm = _ordered_sum(magnitudes * (levels * levels))
+        better = (norm > 0) & (found * found > gain * norm)
+        gain = torch.where(better, found * found / norm, gain)
+        scales, zeros = torch.where(better, found / norm, scales), torch.where(better, zero, zeros)
+    scales = ((scales * unit).clamp(-65504 / 256, 65504 / 256) * 256).to(torch.float16).float() / 256
+    inverse = torch.where(scales == 0, 0.0, torch.ones_like(scales) / scales)
+    levels = torch.clamp((x * inverse[..., None]).round(), -zeros[..., None], 15 - zeros[..., None])
+    codes = (levels + zeros[..., None]).flatten(1)
+    return codes.to(torch.uint8), torch.where(finite, scales, torch.nan), zeros.to(torch.uint8)
+
+
+def _ordered_sum(x: Tensor) -> Tensor:
+    """Return the sums of x[.., n] in the order of csrc/block_scaled/pack_block_scaled.cpp: 16 sums of every 16th
+    number, then their halves."""
+    parts = torch.zeros(*x.shape[:-1], 16)
+    for piece in torch.unflatten(F.pad(x, (0, -x.shape[-1] % 16)), -1, (-1, 16)).unbind(-2):
+        parts = parts + piece
+    while parts.shape[-1] > 1:
+        half = parts.shape[-1] // 2
+        parts = parts[..., :half] + parts[..., half:]
+    return parts[..., 0]
 
 
 def quantise_fp8(x: Tensor, block_n: int, block_k: int) -> tuple[Tensor, Tensor]:

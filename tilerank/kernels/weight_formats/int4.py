@@ -56,7 +56,8 @@ class Int4Weight(OutputScaledWeight):
         """As in OutputScaledWeight; runs on all threads.
 
         Several scales (and zeros) near the one that just covers the extreme values of a group are tried; the one with
-        the least squared error is used. Inputs of the last group beyond the last column become 0.
+        the least error is used: the sum of squares, each weighted by the magnitude of the value. Inputs of the last
+        group beyond the last column become 0.
         """
         if self.is_plain or not self.format.group:
             super().write(rows, row, col)

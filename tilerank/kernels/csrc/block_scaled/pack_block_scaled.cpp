@@ -79,68 +79,114 @@ struct Int4Params {
   int zero;
 };
 
-// Searches the scale (and zero) with the least squared error among candidates near the one that just covers the extreme
-// values. For each candidate, l = the integers nearest to x * inverse in [low, high]. The best scale for these l is
-// sum(x l) / sum(l^2), and the error is least where sum(x l)^2 / sum(l^2) is largest.
+// Adds up in one order on every rung, so that all choose the same scales: kPartialSums sums of every 16th number, then
+// their halves.
+constexpr int64_t kPartialSums = 16;
+
+class OrderedSum {
+ public:
+  OrderedSum() { std::fill_n(parts_, kVectors, zero()); }
+
+  // Adds kLanes numbers to the sums of part `part`.
+  void add(int64_t part, Vec x) { parts_[part] = parts_[part] + x; }
+
+  float total() const {
+    float sums[kPartialSums];
+    for (int64_t part = 0; part < kVectors; ++part) store(sums + part * kLanes, parts_[part]);
+    for (int64_t half = kPartialSums / 2; half > 0; half /= 2) {
+      for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+    }
+    return sums[0];
+  }
+
+  static constexpr int64_t kVectors = kPartialSums / kLanes;
+
+ private:
+  Vec parts_[kVectors];
+};
+
+// Searches the scale (and zero) of a group with the least sum of |x| (x - scale * l)^2, where l = the integer nearest
+// to x * inverse in [low, high]. For given l the best scale is sum(|x| x l) / sum(|x| l^2), and the error is least
+// where sum(|x| x l)^2 / sum(|x| l^2) is largest. Numbers are divided by the largest magnitude first, so that no power
+// of them overflows.
 class Int4Search {
  public:
-  Int4Search(const float* values, int64_t count) : values_(values), count_(count) {}
+  // values[count] finite, `largest` their largest magnitude, count a multiple of kPartialSums. memory: 3 * count
+  // floats.
+  Int4Search(const float* values, int64_t count, float largest, float* memory)
+      : count_(count), x_(memory), magnitudes_(memory + count), squares_(memory + 2 * count) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Vec x = load(values + i) / set(largest), magnitude = max(x, tilerank::TR_RUNG::zero() - x);
+      store(x_ + i, x);
+      store(magnitudes_ + i, magnitude);
+      store(squares_ + i, magnitude * x);
+    }
+  }
 
   void attempt(float inverse, int zero) {
     const Vec low = set(static_cast<float>(-zero)), high = set(static_cast<float>(15 - zero));
-    Vec xl = tilerank::TR_RUNG::zero(), ll = xl;
-    for (int64_t i = 0; i < count_; i += kLanes) {  // padded with zeros
-      const Vec x = load(values_ + i), l = min(max(round_to_int(x * set(inverse)), low), high);
-      xl = fma(x, l, xl);
-      ll = fma(l, l, ll);
+    OrderedSum xl, ll;
+    for (int64_t i = 0; i < count_; i += kPartialSums) {
+      for (int64_t part = 0; part < OrderedSum::kVectors; ++part) {
+        const int64_t at = i + part * kLanes;
+        const Vec l = min(max(round_to_int(load(x_ + at) * set(inverse)), low), high);
+        xl.add(part, load(squares_ + at) * l);
+        ll.add(part, load(magnitudes_ + at) * (l * l));
+      }
     }
-    const float products = sum(xl), squares = sum(ll);
+    const float products = xl.total(), squares = ll.total();
     if (squares > 0 && products * products > gain_ * squares) {
       gain_ = products * products / squares;
       best = {products / squares, zero};
     }
   }
 
-  Int4Params best{0.0f, 8};
+  Int4Params best{0.0f, 8};  // of the numbers divided by the largest
 
  private:
-  const float* const values_;
   const int64_t count_;
+  float* const x_;
+  float* const magnitudes_;
+  float* const squares_;  // with the sign of x
   float gain_ = 0;
 };
 
-static Int4Params choose_int4(const float* values, int64_t count, bool zeros) {
-  float least = 0, most = 0;
-  bool finite = true;
-  for (int64_t i = 0; i < count; ++i) {
-    least = std::min(least, values[i]);
-    most = std::max(most, values[i]);
-    finite &= std::abs(values[i]) <= std::numeric_limits<float>::max();
+// The scale and zero of values[count]. memory: 3 * count floats.
+static Int4Params choose_int4(const float* values, int64_t count, bool zeros, float* memory) {
+  Vec low = zero(), high = zero(), wrong = zero();
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec x = load(values + i);
+    low = max(low, zero() - x);
+    high = max(high, x);
+    wrong = wrong + (x - x);  // NaN, if x is infinite or NaN
   }
-  if (!finite) return {std::numeric_limits<float>::quiet_NaN(), 8};
-  Int4Search search(values, count);
+  if (std::isnan(sum(wrong))) return {std::numeric_limits<float>::quiet_NaN(), 8};
+  const float least = -max_of(low), most = max_of(high), largest = std::max(-least, most);
   // A range too small to divide by is quantised to zeros.
-  if (most - least < 1e-30f) return search.best;
+  if (largest < 1e-30f) return {0.0f, 8};
+  Int4Search search(values, count, largest, memory);
+  const float first = least / largest, range = most / largest - first;
   for (int step = -3; step <= 5; ++step) {
     if (zeros) {
-      const float levels = 15 + 0.4f * static_cast<float>(step), inverse = levels / (most - least);
-      const float zero = -least * inverse - (levels - 15) / 2;  // clips equally at both ends
+      const float extra = static_cast<float>(step) / 2, inverse = (15 + extra) / range;
+      const float zero = -first * inverse - extra / 2;  // clips equally at both ends
       search.attempt(inverse, std::clamp(static_cast<int>(std::lrint(zero)), 0, 15));
     } else {
-      const float extreme = -least > most ? least : most;  // becomes -8
-      search.attempt(-(8 + 0.3f * static_cast<float>(step)) / extreme, 8);
+      const float inverse = 8 + static_cast<float>(step) / 4;  // the extreme value, 1 or -1, becomes -8
+      search.attempt(-least > most ? inverse : -inverse, 8);
     }
   }
-  return search.best;
+  return {search.best.scale * largest, search.best.zero};
 }
 
 // source[r, c] with any strides; col starts a K-block. Inputs beyond the last column of its K-block become 0.
 TR_ENTRY(quantise_int4, Team& team, const OutputScaledWeight& w, const Tensor& source, int64_t row, int64_t col) {
   const Rectangle rectangle(source, row, col);
-  const int64_t k_block_inputs = w.values.size[2] * kTileK, padded = blocks(k_block_inputs, kLanes) * kLanes;
-  char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (sizeof(float) + 1)));
+  const int64_t k_block_inputs = w.values.size[2] * kTileK,
+                padded = blocks(k_block_inputs, kPartialSums) * kPartialSums;
+  char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (4 * sizeof(float) + 1)));
   float* const x = reinterpret_cast<float*>(memory);
-  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + padded);
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + 4 * padded);
   for_source("quantise", source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
@@ -149,17 +195,20 @@ TR_ENTRY(quantise_int4, Team& team, const OutputScaledWeight& w, const Tensor& s
         const T* const from = source.row<const T>(r) + columns.begin * source.stride[1];
         for (int64_t i = 0; i < count; ++i) x[i] = as_float(from + i * source.stride[1]);
         std::fill(x + count, x + padded, 0.0f);
-        const Int4Params chosen = choose_int4(x, padded, static_cast<bool>(w.zeros));
+        const Int4Params chosen = choose_int4(x, padded, static_cast<bool>(w.zeros), x + padded);
         const float most = 65504 * kGroupScaleUnit;
         const float wanted = std::isnan(chosen.scale) ? chosen.scale : std::clamp(chosen.scale, -most, most);
         const uint16_t stored = _cvtss_sh(wanted / kGroupScaleUnit, _MM_FROUND_TO_NEAREST_INT);
         const float scale = _cvtsh_ss(stored) * kGroupScaleUnit;
-        const float inverse = scale == 0 || std::isnan(scale) ? 0 : 1 / scale;
-        const float low = static_cast<float>(-chosen.zero), high = static_cast<float>(15 - chosen.zero);
+        const Vec inverse = set(scale == 0 || std::isnan(scale) ? 0 : 1 / scale);
+        const Vec low = set(static_cast<float>(-chosen.zero)), high = set(static_cast<float>(15 - chosen.zero));
+        float* const levels = x + padded;
+        for (int64_t i = 0; i < padded; i += kLanes) {
+          // not min or max of NaN: the instruction returns its second operand
+          store(levels + i, min(max(round_to_int(load(x + i) * inverse), low), high));
+        }
         for (int64_t i = 0; i < padded; ++i) {
-          // not nearbyint of NaN: min and max of it are the bounds
-          const float l = std::min(std::max(std::nearbyintf(x[i] * inverse), low), high);
-          codes[i] = static_cast<uint8_t>(static_cast<int>(l) + chosen.zero - 8);
+          codes[i] = static_cast<uint8_t>(static_cast<int>(levels[i]) + chosen.zero - 8);
         }
         const int64_t n = row + r;
         put_int4(w.values, n, k_block * k_block_inputs, codes, k_block_inputs);
