@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tilerank.launch.bench.peaks import COMPUTE, compute_peak_texts, compute_unit
+from tilerank.launch.bench.step_shares import KERNELS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -54,7 +55,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "compute_share": ("of {unit}", fixed(2)),
     "ttft_s": ("first token", fixed(3, suffix=" s")),
     "tpot_s": ("step", fixed(2, 1e-3, " ms")),
-    "overhead_share": ("overhead", fixed(1, 1e-2, " %")),
+    **{f"{name}_share": (name, fixed(1, 1e-2, " %")) for name in (*KERNELS, "other", "overhead")},
     "latency_ratio": ("latencies", fixed(0)),
     "eager_seconds": ("eager us", fixed(1, 1e-6)),
     "gloo_seconds": ("gloo us", fixed(1, 1e-6)),

@@ -34,6 +34,7 @@ from .rank_job import (
     run_ranks,
 )
 from .report import OURS, loading_text, rows_of, table
+from .step_shares import median_step, shares_of, step_table
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.model.name}: {weights}{cache} on {count(ranks, 'rank')}, {report['isa']}; {peaks.text()}")
     for rank, reason in enumerate(report["placement"]):
         print(f"  rank {rank}: {reason}")
-    print("\n".join([loading_text(report, peaks), "", *table(rows)]))
+    print("\n".join([loading_text(report, peaks), "", *table(rows), "", *step_table(rows)]))
     write_json(args, rows)
     write_chart(args, rows)
     return 0
@@ -156,7 +157,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
         "peak_rss": max_rss,
         "work": asdict(work),
         "timings": [[asdict(timing) for timing in runs] for runs in timings],
-        "overhead_share": [_overhead_share(engine, case) for case in cases],
+        "step_shares": [_step_shares(engine, case) for case in cases],
     }
 
 
@@ -178,12 +179,12 @@ def _events(engine: Engine, case: Case, seed: int, new_tokens: int | None = None
     return [(event.request, event.time_s) for event in _generate(engine, case, seed, new_tokens)]
 
 
-def _overhead_share(engine: Engine, case: Case) -> float | None:
-    """Return the share of a decode step that is spent outside of kernels: the median of up to `PROFILED_STEPS` steps.
+def _step_shares(engine: Engine, case: Case) -> dict[str, float] | None:
+    """Return the shares of a decode step (step_shares.py): the median one of up to `PROFILED_STEPS`.
 
     None if steps are not recorded, since only recorded steps can be profiled.
     """
-    shares: list[float] = []
+    steps: list[dict[str, float]] = []
     if case.image is not None:
         _events(engine, case, seed=-2, new_tokens=1)
     engine.worker.start_profiling()
@@ -197,12 +198,12 @@ def _overhead_share(engine: Engine, case: Case) -> float | None:
         if tokens == case.batch:
             profile = engine.worker.profile()
             if profile is not None:
-                shares.append(1 - sum(seconds for _, seconds in profile.entries) / step_s)
-        if len(shares) == PROFILED_STEPS:
+                steps.append(shares_of(profile.entries, step_s))
+        if len(steps) == PROFILED_STEPS:
             break
         start = time.monotonic()
     events.close()
-    return statistics.median(shares) if shares else None
+    return median_step(steps)
 
 
 def _generate(engine: Engine, case: Case, seed: int, new_tokens: int | None = None) -> Generator[TokenEvent]:

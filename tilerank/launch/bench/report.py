@@ -15,6 +15,7 @@ from .harness import Column, Row, median_by
 from .harness import table as lines_of
 from .media_inputs import size_text
 from .peaks import Peaks, compute_unit, share_text
+from .step_shares import FIELDS
 from .work import ModelWork
 
 OURS = "tilerank"
@@ -24,7 +25,7 @@ Report = dict[str, Any]
 
 timings: for each case, its runs as dicts of `Timing`. load_s, ready_s: seconds to load, and until ready.
 Optional: version, isa, dtype, quantization, kv_cache_dtype, tp, load_bytes; weight_bytes, loaded_rss and peak_rss, in
-bytes, for each rank; overhead_share, for each case. tilerank's report also has work, a `ModelWork` as a dict.
+bytes, for each rank; step_shares, for each case. tilerank's report also has work, a `ModelWork` as a dict.
 """
 
 _SETTINGS = ("version", "isa", "dtype", "quantization", "kv_cache_dtype", "tp", "load_s", "ready_s", "load_bytes")
@@ -53,11 +54,11 @@ def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, pe
         shared = {name: report.get(name, reports[OURS].get(name)) for name in ("dtype", "quantization", "tp")}
         settings = {name: report.get(name) for name in (*_SETTINGS, *_MEMORY)} | shared
         for index, case in enumerate(cases):
-            overhead = report["overhead_share"][index] if report.get("overhead_share") else None
+            step = report["step_shares"][index] if report.get("step_shares") else None
             our_rates = [run["rates"] for run in reports[OURS]["timings"][index]]
             median_rates = {name: statistics.median(rates[name] for rates in our_rates) for name in our_rates[0]}
             runs = [
-                phase_rows(case, timing, work, peaks.with_rates(timing.rates or median_rates), overhead)
+                phase_rows(case, timing, work, peaks.with_rates(timing.rates or median_rates), step)
                 for timing in msgspec.convert(report["timings"][index], list[Timing])
             ]
             for phase in zip(*runs, strict=True):
@@ -68,11 +69,13 @@ def rows_of(reports: Mapping[str, Report], cases: Sequence[Case], model: str, pe
     return rows
 
 
-def phase_rows(case: Case, timing: Timing, work: ModelWork, peaks: Peaks, overhead: float | None = None) -> list[Row]:
+def phase_rows(
+    case: Case, timing: Timing, work: ModelWork, peaks: Peaks, step: Mapping[str, float] | None = None
+) -> list[Row]:
     """Return the prefill row and the decode row of one run of a case, by any system.
 
     stream_share, compute_share: fractions of the peaks. limit_share: of the peak that limits the work.
-    overhead_share: fraction of a decode step that is spent outside of kernels.
+    step: the shares of a decode step (step_shares.py).
     """
     prefill, decode = work.prefill(case.batch, case.prompt_tokens), work.decode(case.batch, case.context)
     common: Row = {"batch": case.batch, "prompt_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
@@ -80,7 +83,7 @@ def phase_rows(case: Case, timing: Timing, work: ModelWork, peaks: Peaks, overhe
     return [
         {"phase": "prefill", **common, "ttft_s": timing.first_token}
         | _shares(case.batch * case.prompt_tokens, timing.prefill, prefill, peaks),
-        {"phase": "decode", **common, "tpot_s": timing.step, "overhead_share": overhead}
+        {"phase": "decode", **common, "tpot_s": timing.step, **(step or dict.fromkeys(FIELDS))}
         | _shares(case.batch, timing.step, decode, peaks),
     ]
 
