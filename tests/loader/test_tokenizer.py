@@ -294,6 +294,17 @@ def test_sentencepiece_tokens_are_spelled_with_their_spaces(sentencepiece: Token
     assert [sentencepiece.token_bytes(id) for id in (0, 0xC4, 257, 258)] == [b"", b"\xc3", b" ", b" a"]
 
 
+def test_the_bytes_of_a_token_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that are no tokens are not remembered, so that memory stays within the vocabulary."""
+    tokenizer = Tokenizer(DEMO)
+    ids = [*tokenizer.encode("In the beginning"), 99_999]
+    found = [tokenizer.token_bytes(id) for id in ids]
+    asked: list[int] = []
+    monkeypatch.setattr(tokenizer, "token", asked.append)
+    assert [tokenizer.token_bytes(id) for id in ids] == found and found[-1] == b""
+    assert asked == [99_999]
+
+
 # ---- bad directories
 
 

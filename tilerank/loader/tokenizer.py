@@ -46,6 +46,7 @@ class Tokenizer:
         tokens = (*added.items(), *self._inner.get_added_tokens_decoder().items())
         self._special_ids = frozenset(id for id, token in tokens if token.special)
         self._decoder = _decoder_type(self._file, self._inner)
+        self._bytes_of: dict[tuple[int, bool], bytes] = {}  # what token_bytes has returned, at most the vocabulary
 
     @cached_property
     def num_tokens(self) -> int:
@@ -110,15 +111,21 @@ class Tokenizer:
 
         first: the token begins the text, where sentencepiece-style vocabularies omit a space.
         """
+        known = self._bytes_of.get((id, first))
+        if known is not None:
+            return known
         token = self.token(id)
         if token is None:
             return b""
         if self._decoder == "ByteLevel":
-            return _token_bytes(token)
-        if _is_byte(token):
-            return bytes([int(token[3:5], 16)])
-        alone = self.decode([id])
-        return (alone if first else self.decode([id, id])[len(alone) :]).encode()
+            data = _token_bytes(token)
+        elif _is_byte(token):
+            data = bytes([int(token[3:5], 16)])
+        else:
+            alone = self.decode([id])
+            data = (alone if first else self.decode([id, id])[len(alone) :]).encode()
+        self._bytes_of[id, first] = data
+        return data
 
     def stream(self, *, special: bool = False) -> "TokenStream":
         """Return a new incremental decoder for one text. special: special tokens are part of it."""
