@@ -13,7 +13,8 @@ from batching import DEMO, single_engine
 
 from tilerank.parallel.errors import GroupError
 from tilerank.runtime.lead.engine import Engine, Request
-from tilerank.runtime.lead.logits_rules import LogitsRules, TextRules
+from tilerank.runtime.lead.logits_rules import LogitsRules, TextRules, as_bits, edit_logits
+from tilerank.runtime.lead.sampling import Row, choose, uniform
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.events import Event
 from tilerank.runtime.protocol.framing import encode
@@ -47,6 +48,12 @@ def expected(logits: torch.Tensor, p: SamplingParams, prompt: list[int], text: l
         if counts[id]:
             value = value - torch.tensor(p.presence_penalty + p.frequency_penalty * counts[id])
         values[id] = value
+    return values
+
+
+def edited(rules: TextRules, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    values = logits.clone()
+    edit_logits(values[None], [rules.edits(tokens, None)])
     return values
 
 
@@ -84,9 +91,7 @@ def test_each_step_is_that_of_the_formula(given: dict[str, Any]) -> None:
     for step in range(150):
         text, own = texts[step % 3 % 2], rules[step % 3 % 2]
         logits = torch.randn(VOCAB, generator=generator) * 3
-        values = logits.clone()
-        own.apply(values, prompt + text, None)
-        assert torch.equal(values, expected(logits, params, prompt, text))
+        assert torch.equal(edited(own, logits, prompt + text), expected(logits, params, prompt, text))
         text.append(rng.choice((3, 4, 4, 5, 6, rng.randrange(VOCAB))))
 
 
@@ -94,9 +99,78 @@ def test_a_text_that_was_long_before_the_first_step() -> None:
     params = SamplingParams(**CASES["all"])
     text = [random.Random(3).randrange(VOCAB) for _ in range(300)]
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4))
-    values = logits.clone()
-    TextRules(LogitsRules(params, ENDS, VOCAB), [3]).apply(values, [3, *text], None)
+    values = edited(TextRules(LogitsRules(params, ENDS, VOCAB), [3]), logits, [3, *text])
     assert torch.equal(values, expected(logits, params, [3], text))
+
+
+def drawn(values: torch.Tensor, p: SamplingParams, number: float) -> tuple[int, bool]:
+    """The token that `number` draws from logits, and whether no decision was so close that roundings count."""
+    if p.temperature == 0:
+        return int(values.argmax()), True
+    probabilities, order = (values.double() / p.temperature).softmax(-1).sort(descending=True, stable=True)
+    margins = [(probabilities / probabilities[0] - p.min_p).abs().min()] if p.min_p else []
+    probabilities = probabilities[(probabilities > 0) & (probabilities >= p.min_p * probabilities[0])]
+    if p.top_k:
+        probabilities = probabilities[probabilities >= probabilities[min(p.top_k, len(probabilities)) - 1]]
+    if p.top_p < 1:
+        before = probabilities.cumsum(0) - probabilities - p.top_p * probabilities.sum()
+        margins.append(before[1:].abs().amin() if len(before) > 1 else torch.tensor(1.0))  # the first always stays
+        probabilities = probabilities[: max(int((before < 0).sum()), 1)]
+    cumulative = probabilities.cumsum(0) / probabilities.sum()
+    margins.append((cumulative - number).abs().min())
+    return int(order[int((cumulative[:-1] <= number).sum())]), float(min(margins)) > 1e-5
+
+
+def some_params(rng: random.Random) -> SamplingParams:
+    given = dict(rng.choice(list(CASES.values()))) | rng.choice(list(CASES.values()))
+    return SamplingParams(
+        temperature=rng.choice((0.0, 0.3, 1.0, 2.5)),
+        top_k=rng.choice((0, 0, 1, 5, 60)),
+        top_p=rng.choice((1.0, 1.0, 0.9, 0.5, 0.0)),
+        min_p=rng.choice((0.0, 0.0, 0.02, 0.3)),
+        logprobs=rng.choice((0, 0, 1, 4, 60)),
+        seed=rng.randrange(1 << 64),
+        **given,
+    )
+
+
+def test_choices_follow_the_formula_with_all_parameters_together() -> None:
+    """Batches of rows with parameters, grammars and texts of their own, some of them broken, against torch."""
+    rng, generator = random.Random(5), torch.Generator().manual_seed(6)
+    certain = total = 0
+    for _ in range(150):
+        params = [some_params(rng) for _ in range(rng.randrange(1, 6))]
+        prompts = [rng.choices(range(VOCAB), k=rng.randrange(1, 9)) for _ in params]
+        texts = [rng.choices(range(3, 9), k=rng.randrange(12)) for _ in params]
+        logits = torch.randn(len(params), VOCAB, generator=generator) * 3
+        logits[rng.randrange(8) :, 7] = math.nan
+        grammars = [torch.rand(VOCAB, generator=generator) < rng.choice((0.5, 1.1)) for _ in params]
+        for grammar, p in zip(grammars, params, strict=True):
+            grammar[list(p.allowed_token_ids or (0,))[:3]] = True
+        rows = [
+            Row(p, prompt + text, TextRules(LogitsRules(p, ENDS, VOCAB), prompt), as_bits(grammar.numpy()))
+            for p, prompt, text, grammar in zip(params, prompts, texts, grammars, strict=True)
+        ]
+        found = choose(logits.clone(), rows)
+        for i, (choice, p, raw) in enumerate(zip(found, params, logits, strict=True)):
+            values = expected(raw.masked_fill(~grammars[i], -math.inf), p, prompts[i], texts[i])
+            if values.isnan().any() or (p.logprobs and raw.isnan().any()):
+                assert choice is None
+                continue
+            token, clear = drawn(values, p, uniform(p.seed, len(rows[i].tokens)))
+            total, certain = total + 1, certain + clear
+            assert choice is not None and (not clear or choice.token_id == token)
+            scores = raw.double().log_softmax(-1)
+            if not p.logprobs:
+                assert choice.logprobs is None
+                continue
+            assert choice.logprobs is not None
+            assert choice.logprobs.chosen == pytest.approx(float(scores[choice.token_id]), rel=1e-7)
+            assert choice.logprobs.rank == int((scores >= scores[choice.token_id]).sum())
+            top = scores.topk(min(p.logprobs, VOCAB))
+            assert [id for id, _ in choice.logprobs.top] == top.indices.tolist()
+            assert [value for _, value in choice.logprobs.top] == pytest.approx(top.values.tolist(), rel=1e-7)
+    assert certain > 0.9 * total > 200
 
 
 class Counted(tuple[int, ...]):
@@ -117,7 +191,7 @@ def test_no_step_reads_the_ids_that_a_client_allows() -> None:
     for _ in range(3):
         rules = TextRules(request, [1])
         for text in ([], [7], [7, 8]):
-            rules.apply(torch.zeros(VOCAB), [1, *text], None)
+            edited(rules, torch.zeros(VOCAB), [1, *text])
     assert Counted.reads == 0
 
 

@@ -3,11 +3,12 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from tilerank.runtime.lead.logits_rules import LogitsRules, TextRules
+from tilerank.runtime.lead.logits_rules import LogitsRules, TextRules, as_bits, edit_logits
 from tilerank.runtime.lead.sampling import Row, SampledToken, SamplingParams, choose
 from tilerank.runtime.protocol.errors import RequestError
 
@@ -21,7 +22,7 @@ def rules_of(params: SamplingParams, prompt_len: int = 3) -> TextRules:
 
 def reshaped(logits: torch.Tensor, **params: Any) -> torch.Tensor:
     values = logits.clone()
-    rules_of(SamplingParams(**params)).apply(values, TOKENS, None)
+    edit_logits(values[None], [rules_of(SamplingParams(**params)).edits(TOKENS, None)])
     return values
 
 
@@ -45,14 +46,6 @@ def test_repetition_penalty_is_that_of_transformers(logits: torch.Tensor, penalt
     assert (expected != logits).sum() == 4  # 3, 4, 9, 30: tokens of prompt and text, each once
 
 
-def test_min_p_is_that_of_transformers(logits: torch.Tensor) -> None:
-    for min_p, temperature in ((0.05, 1.0), (0.3, 2.5), (1.0, 0.7)):
-        expected = MinPLogitsWarper(min_p)(torch.LongTensor([TOKENS]), logits[None] / temperature)[0]
-        found = reshaped(logits, min_p=min_p, temperature=temperature)
-        assert torch.equal(found.isinf(), expected.isinf()) and 0 < expected.isinf().sum() < VOCAB
-        assert torch.equal(found[~found.isinf()], logits[~found.isinf()])
-
-
 def test_presence_and_frequency_count_the_text_alone(logits: torch.Tensor) -> None:
     found = reshaped(logits, presence_penalty=0.5, frequency_penalty=0.25)
     expected = logits.clone()
@@ -73,10 +66,8 @@ def test_bias_penalties_and_grammars_decide_together(logits: torch.Tensor) -> No
         SamplingParams(logit_bias={7: 100.0}, temperature=1.0, min_p=1.0),
         SamplingParams(logit_bias={best: 100.0}, repetition_penalty=50.0, temperature=2.0, logprobs=1),
     ]
-    but_three = torch.ones(VOCAB, dtype=torch.bool)
-    but_three[3] = False
-    masks = (None, None, None, but_three)
-    rows = [Row(p, TOKENS, rules_of(p), forbidden) for p, forbidden in zip(params, masks, strict=True)]
+    masks = (None, None, None, as_bits(np.arange(VOCAB) == 3))
+    rows = [Row(p, TOKENS, rules_of(p), allowed) for p, allowed in zip(params, masks, strict=True)]
     chosen = chosen_of(torch.stack([logits] * 4), rows)
     assert [choice.token_id for choice in chosen] == [best, second, 7, 3]
     # Log-probabilities are those of the raw logits.

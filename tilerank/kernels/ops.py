@@ -222,27 +222,80 @@ def argmax(logits: Tensor) -> Tensor:
     return _ARGMAX(logits)
 
 
+_EDIT_LOGITS = Contract(
+    "edit_logits_: logits[m, v]:f32 starts[m + 1]:i32 ids[e]:i32 numbers[e, 3]:f32 mask_of[m]:i32 "
+    "masks[k, (v + 7) // 8]:u8 banned_starts[m + 1]:i32 banned[b]:i32",
+    reference.edit_logits_,
+)
+
+
+def edit_logits_(
+    logits: Tensor,
+    starts: Tensor,
+    ids: Tensor,
+    numbers: Tensor,
+    mask_of: Tensor,
+    masks: Tensor,
+    banned_starts: Tensor,
+    banned: Tensor,
+) -> None:
+    """Change the logits [m, v] of some tokens, and exclude others by setting their logits to -inf, in place.
+
+    starts: [m + 1] int32, ascending from 0 to e; row i changes the tokens starts[i] to starts[i + 1] of ids, [e] int32,
+    each at most once. numbers: [e, 3] float32, what each of them gets: a bias that is added; a repetition penalty
+    (arXiv 1909.05858), by which positive logits are divided and others multiplied; an amount that is subtracted.
+    masks: [k, ceil(v / 8)] uint8, a bit for each token, the lowest first, 0 for those to exclude. mask_of: [m] int32,
+    the mask of each row, or -1. banned_starts, banned: tokens [b] int32 of each row, as starts and ids are; all of a
+    row are excluded as well, unless no other token would remain.
+    """
+    _EDIT_LOGITS.run(logits, starts, ids, numbers, mask_of, masks, banned_starts, banned)
+
+
 _SAMPLE = Contract(
-    "sample: logits[m, v]:f32 temperature[m]:f32 top_k[m]:i32 top_p[m]:f32 uniform[m]:f32 -> out[m]:i64",
+    "sample: logits[m, v]:f32 temperature[m]:f32 top_k[m]:i32 top_p[m]:f32 min_p[m]:f32 uniform[m]:f32 -> out[m]:i64 "
+    "groups[m, (v + 511) // 512 * 16]:i32 classes[m, v]:u8 sums[m, (v + 8191) // 8192, 256]:f64",
     reference.sample,
 )
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     """Sample one token per row, deterministically for a given uniform random number.
 
     logits: [m, v] float32, -inf excludes a token; temperature: [m] float32 >= 0; top_k: [m] int32, 0 = off; top_p: [m]
-    float32 in [0, 1], 1 = off; uniform: [m] float32 in [0, 1). Returns [m] int64.
-    Temperature 0 is argmax. Otherwise p = softmax(logits / temperature), filtered as in transformers: top-k keeps every
-    token at least as probable as the k-th, ties included; top-p then keeps, in descending order of the renormalised p,
-    the tokens before which less than top_p is accumulated, and always the first. Equal logits are ordered by id. The
-    result is the first kept token whose cumulative probability exceeds uniform. Probabilities and sums are float64.
+    float32 in [0, 1], 1 = off; min_p: [m] float32 in [0, 1], 0 = off; uniform: [m] float32 in [0, 1). Returns [m]
+    int64.
+    Temperature 0 is argmax. Otherwise p = softmax(logits / temperature), filtered as in transformers and, in this
+    order, in vLLM: min-p keeps every token of p >= min_p * max(p); top-k keeps every token at least as probable as the
+    k-th, ties included; top-p then keeps, in descending order of the renormalised p, the tokens before which less than
+    top_p is accumulated, and always the first. Equal logits are ordered by id. The result is the first kept token whose
+    cumulative probability exceeds uniform. Probabilities and sums are float64; min-p compares float32 logits.
     A row whose logits contain NaN or +inf or are all -inf gives -1, so that the other rows of a recorded step go on.
     Raises KernelError naming the row of any other number out of its range.
     """
     _SAMPLE.check(logits)
     _check_vocabulary("sample", logits)
-    return _SAMPLE(logits, temperature, top_k, top_p, uniform)
+    return _SAMPLE(logits, temperature, top_k, top_p, min_p, uniform)
+
+
+_LOG_PROBS = Contract(
+    "log_probs: logits[m, v]:f32 rows[a]:i64 ids[a]:i64 count:size -> chosen[a]:f32 ranks[a]:i64 top_ids[a, count]:i64 "
+    "top[a, count]:f32 groups[a, (v + 511) // 512 * 16]:i32 sums[a, (v + 8191) // 8192]:f64 "
+    "at_least[a, (v + 8191) // 8192]:i64",
+    reference.log_probs,
+)
+
+
+def log_probs(logits: Tensor, rows: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the log-probabilities (natural) of a token of some rows of logits [m, v], and of their likeliest tokens.
+
+    rows: [a] int64, each in [0, m); ids: [a] int64, a token of each of them. Returns four tensors: the log-probability
+    of each token, [a] float32; how many tokens are at least as likely, [a] int64; the `count` likeliest tokens (1 to
+    v), [a, count] int64, equal ones by id; their log-probabilities, [a, count] float32. They are computed in float64
+    and rounded once. A row whose logits contain NaN or +inf or are all -inf gives NaN, and no ids that mean anything.
+    """
+    if not 1 <= count <= logits.shape[-1]:
+        raise KernelError(f"log_probs: count: expected 1 to {logits.shape[-1]}, found {count}")
+    return _LOG_PROBS.run(logits, rows, ids, count)[:4]  # type: ignore[return-value]
 
 
 def _check_vocabulary(kernel: str, logits: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -174,23 +175,52 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.where(logits == logits.amax(dim=1, keepdim=True), order, 0).argmax(dim=1)
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Sample one token per row."""
-    chosen = torch.empty(logits.shape[0], dtype=torch.int64)
+def edit_logits_(
+    logits: Tensor,
+    starts: Tensor,
+    ids: Tensor,
+    numbers: Tensor,
+    mask_of: Tensor,
+    masks: Tensor,
+    banned_starts: Tensor,
+    banned: Tensor,
+) -> None:
+    """Change the logits of some tokens, and exclude others."""
+    lanes = torch.arange(8, dtype=torch.uint8)
     for row, values in enumerate(logits):
-        chosen[row] = _sample_row(
-            row, values, float(temperature[row]), int(top_k[row]), float(top_p[row]), float(uniform[row])
-        )
-    return chosen
+        own = slice(int(starts[row]), int(starts[row + 1]))
+        tokens = ids[own].long()
+        bias, penalty, amount = numbers[own].unbind(1)
+        biased = values[tokens] + bias
+        values[tokens] = torch.where(biased > 0, biased / penalty, biased * penalty) - amount
+        if mask_of[row] >= 0:
+            allowed = (masks[int(mask_of[row])][:, None] >> lanes & 1).flatten()[: logits.shape[1]]
+            values[allowed == 0] = -torch.inf
+        tokens = banned[int(banned_starts[row]) : int(banned_starts[row + 1])].long()
+        kept = values[tokens]
+        values[tokens] = -torch.inf
+        if (values == -torch.inf).all():
+            values[tokens] = kept
 
 
-def _sample_row(row: int, logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: float) -> int:
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """Sample one token per row."""
+    numbers = zip(temperature, top_k, top_p, min_p, uniform, strict=True)
+    chosen = [_sample_row(row, logits[row], *(each.item() for each in own)) for row, own in enumerate(numbers)]
+    return torch.tensor(chosen, dtype=torch.int64)
+
+
+def _sample_row(
+    row: int, logits: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float
+) -> int:
     if not 0 <= temperature < float("inf"):
         raise KernelError(f"sample: temperature: expected a finite number >= 0, found {temperature:g} in row {row}")
     if top_k < 0:
         raise KernelError(f"sample: top_k: expected >= 0, found {top_k} in row {row}")
     if not 0 <= top_p <= 1:
         raise KernelError(f"sample: top_p: expected a number in [0, 1], found {top_p:g} in row {row}")
+    if not 0 <= min_p <= 1:
+        raise KernelError(f"sample: min_p: expected a number in [0, 1], found {min_p:g} in row {row}")
     if not 0 <= uniform < 1:
         raise KernelError(f"sample: uniform: expected a number in [0, 1), found {uniform:g} in row {row}")
     largest = float(logits.amax())  # NaN if any logit is NaN
@@ -200,8 +230,10 @@ def _sample_row(row: int, logits: Tensor, temperature: float, top_k: int, top_p:
     if temperature == 0:
         return int(index[0])
     kept = logits.shape[0]
+    if min_p > 0:
+        kept = int((ordered >= ordered[0] + torch.tensor(temperature * math.log(min_p), dtype=torch.float32)).sum())
     if 0 < top_k < kept:
-        kept = int((ordered >= ordered[top_k - 1]).sum())  # ties with the k-th stay, as in TopKLogitsWarper
+        kept = int((ordered[:kept] >= ordered[int(top_k) - 1]).sum())  # ties with the k-th stay, as in TopKLogitsWarper
     weights = torch.exp((ordered[:kept].double() - largest) / temperature)
     cumulative = weights.cumsum(0)
     before = torch.cat([weights.new_zeros(1), cumulative[:-1]])
@@ -211,3 +243,15 @@ def _sample_row(row: int, logits: Tensor, temperature: float, top_k: int, top_p:
     possible = int((weights[:kept] > 0).sum())
     target = uniform * float(cumulative[kept - 1])
     return int(index[min(int((cumulative[:kept] <= target).sum()), possible - 1)])
+
+
+def log_probs(logits: Tensor, rows: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of a token of some rows, and of their likeliest tokens."""
+    values = logits[rows].double()
+    probable = (values.amax(-1).abs() < torch.inf)[:, None]  # False for NaN
+    scores = torch.where(probable, values.log_softmax(-1), torch.nan).float()
+    ordered, order = values.sort(dim=-1, descending=True, stable=True)
+    chosen = ids[:, None]
+    ranks = (ordered >= values.gather(1, chosen)).sum(-1)
+    top_ids = order[:, :count].contiguous()
+    return scores.gather(1, chosen)[:, 0], ranks, top_ids, scores.gather(1, top_ids)

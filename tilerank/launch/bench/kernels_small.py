@@ -4,7 +4,7 @@ The bytes of their work are all operands read and written, although in a model m
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -87,14 +87,29 @@ def softmax_top_k(rows: int) -> Entry:
 
 
 def of_logits(rows: int) -> Iterator[Entry]:
-    """Sampling has the default settings of Qwen3: temperature 0.6, top_k 20, top_p 0.95."""
+    """Sampling has the default settings of Qwen3: temperature 0.6, top_k 20, top_p 0.95; and those without top_k. Texts
+    have 4,096 different tokens with penalties, and a mask of a grammar."""
     logits, uniform = 3 * torch.randn(rows, VOCABULARY), torch.rand(rows)
-    temperature, top_p = torch.full((rows,), 0.6), torch.full((rows,), 0.95)
-    top_k = torch.full((rows,), 20, dtype=torch.int32)
+    temperature, top_p, min_p = torch.full((rows,), 0.6), torch.full((rows,), 0.95), torch.zeros(rows)
     shape, work, best = f"{rows} x {VOCABULARY}", Work(logits.nbytes), partial(logits.argmax, -1)
     yield Entry("argmax", shape, work, [partial(ops.argmax, logits)], [best], format="float32")
-    sample = partial(ops.sample, logits, temperature, top_k, top_p, uniform)
-    yield Entry("sample", shape, work, [sample], format="float32")
+    for k in (20, 0):
+        top_k = torch.full((rows,), k, dtype=torch.int32)
+        sample = partial(ops.sample, logits, temperature, top_k, top_p, min_p, uniform)
+        yield Entry("sample", f"{shape}, top {k}" if k else shape, work, [sample], format="float32")
+
+    starts, ids = _int32(range(0, 4096 * (rows + 1), 4096)), _int32(range(0, VOCABULARY, 37))[:4096].repeat(rows)
+    numbers = torch.tensor([0.0, 1.0, 0.0]).repeat(4096 * rows, 1)
+    masks = torch.full((1, VOCABULARY // 8), 0x55, dtype=torch.uint8)
+    none, every = _int32([0] * (rows + 1)), _int32([0] * rows)
+    edit = partial(ops.edit_logits_, logits, starts, ids, numbers, every, masks, none, none[:0])
+    yield Entry("edit_logits_", shape, Work(updated=2 * logits.nbytes), [edit], format="float32")
+    score = partial(ops.log_probs, logits, torch.arange(rows), torch.zeros(rows, dtype=torch.int64), 5)
+    yield Entry("log_probs", shape, work, [score], format="float32")
+
+
+def _int32(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([*values], dtype=torch.int32)
 
 
 def delta_step(rows: int) -> Entry:

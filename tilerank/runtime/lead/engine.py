@@ -295,7 +295,7 @@ class Engine:
                     scored.append(sequence)
         if len(ready) < logits.shape[0]:
             logits = logits[rows_of_ready]
-        rows = [sampling.Row(s.params, s.tokens, s.rules, s.forbidden) for s in ready]
+        rows = [sampling.Row(s.params, s.tokens, s.rules, s.allowed) for s in ready]
         chosen = sampling.choose(logits, rows, self.worker.argmax) if rows else []
         now = time.monotonic()
         self._generated_tokens += len(chosen)

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..protocol.errors import RequestError
 from ..protocol.grammar import Vocabulary, allowed_tokens
+from .logits_rules import Bits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -43,19 +42,19 @@ NICENESS = 10
 class _MatcherState:
     """The matcher after some tokens, and its mask.
 
-    forbidden: bool [vocab], True for tokens that may not come next; None if the grammar allows no further token.
+    allowed: bits of the tokens that may come next (logits_rules.py); None if the grammar allows no further token.
     """
 
     matcher: LLMatcher
-    forbidden: Tensor | None
+    allowed: Bits | None
 
 
 class GrammarMask:
     """The mask of one sequence. It changes only in `advance` and in `collect_masks`.
 
     ready: the mask is computed. Only then the other attributes hold: `error` is a sentence if the grammar cannot be
-    followed any further, `complete` is True if no token can follow, and otherwise `forbidden`, bool [vocab], is True
-    for tokens that may not come next.
+    followed any further, `complete` is True if no token can follow, and otherwise `allowed` has bits of the tokens that
+    may come next (logits_rules.py).
     """
 
     def __init__(self, masks: GrammarMasks, start: Future[_MatcherState]) -> None:
@@ -67,11 +66,11 @@ class GrammarMask:
 
     @property
     def complete(self) -> bool:
-        return self.forbidden is None
+        return self.allowed is None
 
     @property
-    def forbidden(self) -> Tensor | None:
-        return self._state.result().forbidden
+    def allowed(self) -> Bits | None:
+        return self._state.result().allowed
 
     def advance(self, token_id: int) -> None:
         """Append a token to the sequence and start computing the next mask."""
@@ -129,8 +128,7 @@ class GrammarMasks:
         """Return the state of `matcher` with its mask. Raises RequestError if the mask cannot be computed."""
         if matcher.is_stopped() and not matcher.is_error():
             return _MatcherState(matcher, None)
-        bits = np.unpackbits(np.frombuffer(allowed_tokens(matcher), np.uint8), bitorder="little")
-        return _MatcherState(matcher, torch.from_numpy(bits[: self._vocab_size]) == 0)
+        return _MatcherState(matcher, np.frombuffer(allowed_tokens(matcher), np.uint8)[: -(-self._vocab_size // 8)])
 
     def _compile(self, grammar: str) -> _MatcherState:
         return self.compute_state(self._vocabulary.matcher(grammar))

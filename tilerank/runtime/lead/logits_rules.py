@@ -1,20 +1,53 @@
 """How a request changes logits before sampling: filters, bias and penalties. No step reads a whole list of a client.
 
 What depends on the request alone is prepared once, and all of its choices share it. What depends on the text of a
-choice is updated with each token.
+choice is updated with each token. `edit_logits` applies the rules of all rows of a step by one kernel.
 """
 
-import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from tilerank.kernels import ops
 
 from ..protocol.params import SamplingParams
 
-_MORE = 64
-"""Tokens for which a list of ids gets room at least."""
+Ids = NDArray[np.int32]
+Bits = NDArray[np.uint8]
+"""A bit for each token of the vocabulary, the lowest first."""
+
+_BIAS, _REPETITION, _PENALTY = range(3)
+"""The numbers of a token: what is added to its logit, the repetition penalty, and what is subtracted at last."""
+_NEUTRAL = (0.0, 1.0, 0.0)
+
+
+def as_bits(allowed: NDArray[np.bool_]) -> Bits:
+    """Return bool [vocab] as bits [ceil(vocab / 8)]."""
+    return np.packbits(allowed, bitorder="little")
+
+
+@dataclass(frozen=True)
+class Edits:
+    """What changes the logits of a row.
+
+    ids: the tokens with `numbers`, each once. numbers: float32 [n, 3], see _BIAS. banned: tokens that are left out
+    unless no other one remains. allowed: bits of the tokens that may come next; None if all may.
+    """
+
+    ids: Ids
+    numbers: NDArray[np.float32]
+    banned: Ids
+    allowed: Bits | None
+
+
+NO_EDITS = Edits(np.empty(0, np.int32), np.empty((0, 3), np.float32), np.empty(0, np.int32), None)
 
 
 class LogitsRules:
@@ -27,134 +60,146 @@ class LogitsRules:
         self.params = params
         self.ends = ends
         self.vocab = vocab
-        self.blocked: Tensor | None = None
-        """bool [vocab]: True for tokens beside params.allowed_token_ids. None if all are allowed."""
+        self.allowed: Bits | None = None
+        """Bits of params.allowed_token_ids. None if all are allowed."""
         if params.allowed_token_ids:
-            self.blocked = torch.ones(vocab, dtype=torch.bool)
-            self.blocked[torch.tensor(params.allowed_token_ids)] = False
-        self.biased = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-        self.bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+            allowed = np.zeros(vocab, np.bool_)
+            allowed[np.array(params.allowed_token_ids)] = True
+            self.allowed = as_bits(allowed)
         words = [word for word in params.bad_words if len(word) == 1]
-        self.never = sorted({id for (id,) in words})
+        self.never = np.array(sorted({id for (id,) in words}), np.int32)
         """The bad words that are one token."""
         # A tokenizer may have more tokens than the model has logits.
-        self.never_early = sorted({*self.never, *(id for id in ends if id < vocab)})
+        self.never_early = np.array(sorted({*self.never.tolist(), *(id for id in ends if id < vocab)}), np.int32)
         """The tokens of `never` and the ends: all are left out before params.min_new_tokens."""
         self.bad_words: dict[int, list[tuple[bytes, int]]] = {}
         """The longer ones, by their last token but one: the tokens before the last one as bytes, and the last one."""
         for *begin, last in params.bad_words:
             if begin:
                 self.bad_words.setdefault(begin[-1], []).append((_as_bytes(begin), last))
-        self._in_prompt: tuple[Tensor, Tensor] | None = None
+        self._initial: tuple[Ids, NDArray[np.float32]] | None = None
 
-    def in_prompt(self, prompt: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the tokens of the request's prompt that have logits, ascending, and bool [vocab], True for these.
+    @cached_property
+    def repeats(self) -> bool:
+        return self.params.repetition_penalty != 1
 
-        Others are placeholders of pictures, which are never generated.
+    @cached_property
+    def penalises(self) -> bool:
+        return self.params.presence_penalty != 0 or self.params.frequency_penalty != 0
+
+    def initial(self, prompt: Sequence[int]) -> tuple[Ids, NDArray[np.float32]]:
+        """Return the tokens, ascending, whose logits change after the request's prompt, and their numbers (Edits).
+
+        Tokens of the prompt without logits are placeholders of pictures, which are never generated.
         """
-        if self._in_prompt is None:
-            ids = torch.tensor(prompt, dtype=torch.int64)
-            seen = torch.zeros(self.vocab, dtype=torch.bool)
-            seen[ids[(ids >= 0) & (ids < self.vocab)]] = True
-            self._in_prompt = seen.nonzero()[:, 0], seen
-        return self._in_prompt
+        if self._initial is None:
+            biased = np.array(list(self.params.logit_bias), np.int64)
+            in_prompt = np.unique(np.array(prompt if self.repeats else (), np.int64))
+            in_prompt = in_prompt[(in_prompt >= 0) & (in_prompt < self.vocab)]
+            ids = np.union1d(biased, in_prompt)
+            numbers = np.full((len(ids), 3), _NEUTRAL, np.float32)
+            numbers[np.searchsorted(ids, biased), _BIAS] = list(self.params.logit_bias.values())
+            numbers[np.searchsorted(ids, in_prompt), _REPETITION] = self.params.repetition_penalty
+            self._initial = ids.astype(np.int32), numbers
+        return self._initial
 
 
 class TextRules:
-    """The rules of a request for one of its texts, whose first tokens are `prompt`."""
+    """The rules of a request for one of its texts, whose first tokens are `prompt`.
+
+    They take at most 16 bytes for each different token of the prompt (with a repetition penalty) and of the text, and
+    begin when the text is first sampled.
+    """
 
     def __init__(self, rules: LogitsRules, prompt: Sequence[int]) -> None:
         self.of_request = rules
-        self._read = self._prompt_len = len(prompt)
+        self._prompt = prompt
+        self._read = len(prompt)
         """Tokens that were taken into account so far."""
         self._bytes = bytearray()
         """The generated tokens, if there are bad words that are longer than one."""
-        self._penalises = rules.params.presence_penalty != 0 or rules.params.frequency_penalty != 0
-        self._generated = _Amounts()
-        """The tokens of the text, each once, and the penalties for their presence and frequency."""
+        self._ids, self._numbers = NO_EDITS.ids, NO_EDITS.numbers
+        self._places: dict[int, int] = {}
+        """Where the ids have the tokens of the text."""
         self._counts: dict[int, int] = {}
-        self._prompt_ids, self._in_prompt = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
-        self._repeats = rules.params.repetition_penalty != 1
-        self._new = _Amounts()
-        """The tokens of the text that are not in the prompt, each once."""
-        if self._repeats:
-            self._prompt_ids, self._in_prompt = rules.in_prompt(prompt)
+        self._used = -1
+        """How many ids there are; the arrays have room for more. -1 before the text is first sampled."""
 
-    def apply(self, values: Tensor, tokens: Sequence[int], forbidden: Tensor | None) -> None:
-        """Apply grammar, filters, bias, penalties and min_p to the logits [vocab] that follow `tokens`, in place.
+    def edits(self, tokens: Sequence[int], allowed: Bits | None) -> Edits:
+        """Return what changes the logits that follow `tokens`, which begin as those of the last call.
 
-        forbidden: bool [vocab], True for tokens that the grammar of the text does not allow next. As in vLLM, min_p
-        comes before top_k and top_p.
+        allowed: bits of the tokens that the grammar of the text allows next; None if it has none.
         """
         self._keep_up(tokens)
-        rules, p = self.of_request, self.of_request.params
-        for mask in (forbidden, rules.blocked):
-            if mask is not None:
-                values.masked_fill_(mask, -math.inf)
-        if banned := self._banned(tokens):
-            ids = torch.tensor(banned)
-            kept = values[ids]
-            values[ids] = -math.inf
-            if values.max() == -math.inf:
-                values[ids] = kept
-        if len(rules.biased):
-            values[rules.biased] += rules.bias
-        if self._repeats:
-            for seen in (self._prompt_ids, self._new.ids):
-                old = values[seen]
-                values[seen] = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
-        if self._penalises:
-            values[self._generated.ids] -= self._generated.amounts
-        if p.min_p > 0 and p.temperature > 0:
-            values[values < values.max() + p.temperature * math.log(p.min_p)] = -math.inf
+        ours = self.of_request.allowed
+        if allowed is not None and ours is not None:
+            allowed = allowed & ours
+        used = self._used
+        return Edits(self._ids[:used], self._numbers[:used], self._banned(tokens), ours if allowed is None else allowed)
 
     def _keep_up(self, tokens: Sequence[int]) -> None:
         """Take the tokens into account that were generated since the last call."""
-        p = self.of_request.params
+        rules, p = self.of_request, self.of_request.params
+        if self._used < 0:
+            self._ids, self._numbers = rules.initial(self._prompt)
+            self._used = len(self._ids)
         for token in tokens[self._read :]:
-            if self.of_request.bad_words:
+            if rules.bad_words:
                 self._bytes += _as_bytes([token])
-            if not self._repeats and not self._penalises:
+            if not rules.repeats and not rules.penalises:
                 continue
             count = self._counts[token] = self._counts.get(token, 0) + 1
-            if self._penalises:
-                self._generated.put(token, p.presence_penalty + p.frequency_penalty * count)
-            if self._repeats and count == 1 and not self._in_prompt[token]:
-                self._new.put(token, 0.0)
+            if count == 1:
+                self._add(token)
+            if rules.penalises:
+                penalty = p.presence_penalty + p.frequency_penalty * count
+                self._numbers[self._places[token], _PENALTY] = penalty
         self._read = len(tokens)
 
-    def _banned(self, tokens: Sequence[int]) -> list[int]:
+    def _add(self, token: int) -> None:
+        """Give a token of the text that is new a place among the ids."""
+        initial, _ = self.of_request.initial(self._prompt)
+        place = int(np.searchsorted(initial, token))
+        if place == len(initial) or initial[place] != token:
+            place = self._used
+            self._used += 1
+        if self._used > len(self._ids) or self._ids is initial:  # which other texts share
+            more = max(self._used // 2, 64)
+            self._ids = np.concatenate([self._ids, np.zeros(more, np.int32)])
+            self._numbers = np.concatenate([self._numbers, np.full((more, 3), _NEUTRAL, np.float32)])
+        self._places[token] = place
+        self._ids[place] = token
+        self._numbers[place, _REPETITION] = self.of_request.params.repetition_penalty
+
+    def _banned(self, tokens: Sequence[int]) -> Ids:
         """Return the tokens that would complete a bad word, and those that would end the text too early."""
-        rules, generated = self.of_request, len(tokens) - self._prompt_len
+        rules, generated = self.of_request, len(tokens) - len(self._prompt)
         banned = rules.never_early if generated < rules.params.min_new_tokens else rules.never
         if not generated or tokens[-1] not in rules.bad_words:
             return banned
-        return banned + [last for begin, last in rules.bad_words[tokens[-1]] if self._bytes.endswith(begin)]
+        complete = [last for begin, last in rules.bad_words[tokens[-1]] if self._bytes.endswith(begin)]
+        return np.concatenate([banned, np.array(complete, np.int32)])
 
 
-class _Amounts:
-    """Different token ids [n] in order of arrival, and an amount of each, as tensors that grow."""
+def edit_logits(logits: Tensor, edits: Sequence[Edits]) -> None:
+    """Change the logits [m, vocab] in place, row by row as `edits` say."""
+    masks = [each.allowed for each in edits if each.allowed is not None]
+    numbers = iter(range(len(masks)))
+    mask_of = [-1 if each.allowed is None else next(numbers) for each in edits]
+    ops.edit_logits_(
+        logits,
+        _starts(each.ids for each in edits),
+        torch.from_numpy(np.concatenate([each.ids for each in edits])),
+        torch.from_numpy(np.concatenate([each.numbers for each in edits])),
+        torch.tensor(mask_of, dtype=torch.int32),
+        torch.from_numpy(np.stack(masks) if masks else np.empty((0, -(-logits.shape[1] // 8)), np.uint8)),
+        _starts(each.banned for each in edits),
+        torch.from_numpy(np.concatenate([each.banned for each in edits])),
+    )
 
-    def __init__(self) -> None:
-        self._ids, self._amounts = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float32)
-        self._places: dict[int, int] = {}
 
-    @property
-    def ids(self) -> Tensor:
-        return self._ids[: len(self._places)]
-
-    @property
-    def amounts(self) -> Tensor:
-        return self._amounts[: len(self._places)]
-
-    def put(self, id: int, amount: float) -> None:
-        """Set the amount of a token, and add it if it is new."""
-        place = self._places.setdefault(id, len(self._places))
-        if place == len(self._ids):
-            more = max(_MORE, place)
-            self._ids = torch.cat([self._ids, torch.empty(more, dtype=torch.int64)])
-            self._amounts = torch.cat([self._amounts, torch.empty(more)])
-        self._ids[place], self._amounts[place] = id, amount
+def _starts(parts: Iterable[Ids]) -> Tensor:
+    return torch.tensor(list(accumulate(map(len, parts), initial=0)), dtype=torch.int32)
 
 
 def _as_bytes(tokens: Sequence[int]) -> bytes:

@@ -1,4 +1,7 @@
-"""Sampling on rank 0: turns logits into tokens. Each sequence has its own parameters."""
+"""Sampling on rank 0: turns logits into tokens. Each sequence has its own parameters.
+
+Kernels over all rows change the logits, choose the tokens and compute log-probabilities.
+"""
 
 import hashlib
 import math
@@ -13,7 +16,7 @@ from tilerank.kernels.errors import KernelError
 
 from ..protocol.params import Logprobs as Logprobs
 from ..protocol.params import SamplingParams as SamplingParams
-from .logits_rules import TextRules
+from .logits_rules import NO_EDITS, Bits, TextRules, edit_logits
 
 
 def uniform(seed: int, position: int) -> float:
@@ -26,18 +29,18 @@ def uniform(seed: int, position: int) -> float:
 class Row:
     """A sequence to sample a token for: its parameters, its tokens, and what changes its logits.
 
-    forbidden: bool [vocab], True for tokens that its grammar does not allow next.
+    allowed: bits of the tokens that its grammar allows next (logits_rules.py); None if it has no grammar.
     """
 
     params: SamplingParams
     tokens: Sequence[int]
     rules: TextRules
-    forbidden: Tensor | None = None
+    allowed: Bits | None = None
 
     @property
     def changes_logits(self) -> bool:
-        """Whether `rules` and `forbidden` change the logits of this row."""
-        return self.params.changes_logits or self.forbidden is not None
+        """Whether `rules` and `allowed` change the logits of this row."""
+        return self.params.changes_logits or self.allowed is not None
 
 
 @dataclass(frozen=True)
@@ -57,21 +60,21 @@ def choose(
     Changes the logits in place, because copying them would take longer than all other work here. argmax: computes
     ops.argmax(logits).
     """
-    raw: dict[int, Tensor] = {}
-    for i, row in enumerate(rows):
-        if row.changes_logits:
-            if row.params.logprobs:
-                raw[i] = logits[i].clone()
-            row.rules.apply(logits[i], row.tokens, row.forbidden)
-    chosen: list[SampledToken | None] = []
-    for i, (token_id, row) in enumerate(zip(_sample_numbers(logits, rows, argmax), rows, strict=True)):
-        if token_id is None:
-            chosen.append(None)
-            continue
-        count = row.params.logprobs
-        logprobs = _logprobs(raw.get(i, logits[i]), token_id, count) if count else None
-        is_number = logprobs is None or math.isfinite(logprobs.chosen)  # argmax takes infinity
-        chosen.append(SampledToken(token_id, logprobs) if is_number else None)
+    scored = [i for i, row in enumerate(rows) if row.params.logprobs]
+    raw, rows_of_raw = logits, torch.tensor(scored, dtype=torch.int64)
+    if any(rows[i].changes_logits for i in scored):
+        raw, rows_of_raw = ops.take_rows(logits, rows_of_raw), torch.arange(len(scored))
+    if any(row.changes_logits for row in rows):
+        edit_logits(
+            logits, [row.rules.edits(row.tokens, row.allowed) if row.changes_logits else NO_EDITS for row in rows]
+        )
+    ids = _sample_numbers(logits, rows, argmax)
+    chosen = [None if token_id is None else SampledToken(token_id, None) for token_id in ids]
+    scores = _logprobs(raw, rows_of_raw, [ids[i] or 0 for i in scored], [rows[i].params.logprobs for i in scored])
+    for i, logprobs in zip(scored, scores, strict=True):
+        token_id = ids[i]
+        is_number = math.isfinite(logprobs.chosen)  # argmax takes infinity
+        chosen[i] = SampledToken(token_id, logprobs) if token_id is not None and is_number else None
     return chosen
 
 
@@ -85,6 +88,7 @@ def _sample_numbers(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tenso
         torch.tensor([p.temperature for p in params], dtype=torch.float32),
         torch.tensor([p.top_k for p in params], dtype=torch.int32),
         torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        torch.tensor([p.min_p for p in params], dtype=torch.float32),
         torch.tensor([uniform(row.params.seed, len(row.tokens)) for row in rows], dtype=torch.float32),
     )
     return [None if token_id < 0 else token_id for token_id in found.tolist()]
@@ -104,14 +108,20 @@ def _likeliest(logits: Tensor, argmax: Callable[[Tensor], Tensor]) -> Sequence[i
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Logprobs]:
     """Return the log-probabilities of tokens of a prompt under the logits [m, vocab] of the tokens before them."""
-    # Row by row, because a copy of all logits may take more memory than the step itself.
-    return [_logprobs(row, token_id, count) for row, token_id in zip(logits, token_ids, strict=True)]
+    return _logprobs(logits, torch.arange(len(token_ids)), token_ids, [count] * len(token_ids))
 
 
-def _logprobs(logits: Tensor, token_id: int, count: int) -> Logprobs:
-    """Return the log-probabilities of logits [vocab]: those of `token_id` and of the `count` most likely tokens."""
-    values = torch.log_softmax(logits, dim=-1)
-    top = values.topk(min(count, values.shape[0]))
-    chosen = values[token_id]
-    alternatives = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    return Logprobs(float(chosen), alternatives, int((values >= chosen).sum()))
+def _logprobs(logits: Tensor, rows: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
+    """Return the log-probabilities of rows of logits [m, vocab]: those of a token and of the most likely tokens.
+
+    token_ids, counts: for each of `rows`, the token and the number of likely ones.
+    """
+    if not token_ids:
+        return []
+    most = min(max(*counts, 1), logits.shape[1])
+    chosen, ranks, top_ids, top = ops.log_probs(logits, rows, torch.tensor(token_ids), most)
+    lists = zip(chosen.tolist(), ranks.tolist(), top_ids.tolist(), top.tolist(), counts, strict=True)
+    return [
+        Logprobs(own, tuple(zip(ids[:count], values[:count], strict=True)), rank)
+        for own, rank, ids, values, count in lists
+    ]

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ..protocol.prompt import Prompt
 from ..protocol.rank_messages import Chunk
 from .grammar_masks import GrammarMask
-from .logits_rules import TextRules
+from .logits_rules import Bits, TextRules
 from .sampling import SamplingParams
 from .talker_prompt import TalkerPrompt
 
@@ -77,9 +75,9 @@ class Sequence:
         return self.grammar_mask is None or self.grammar_mask.ready
 
     @property
-    def forbidden(self) -> Tensor | None:
-        """bool [vocab]: True for tokens that may not come next. None if all may."""
-        return None if self.grammar_mask is None else self.grammar_mask.forbidden
+    def allowed(self) -> Bits | None:
+        """Bits of the tokens that may come next (logits_rules.py). None if all may."""
+        return None if self.grammar_mask is None else self.grammar_mask.allowed
 
     @property
     def uncached(self) -> int:

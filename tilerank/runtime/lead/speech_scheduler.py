@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from ..protocol.speech_settings import SpeechSettings
 from ..rank.speech_rank import SpeechOutputs
 from ..rank.worker import Worker
 from .base_scheduler import BaseScheduler
-from .logits_rules import LogitsRules, TextRules
+from .logits_rules import Bits, LogitsRules, TextRules, as_bits
 from .pages import PagePool
 from .sampling import Row, choose, uniform
 from .sequence import Scheduled, Sequence
@@ -62,11 +63,11 @@ class SpeechScheduler(BaseScheduler[Speech]):
         self._finished: list[int] = []
         self._moved: list[tuple[int, int]] = []
         self._numbers = count(-1, -1)
-        self._forbidden: Tensor | None = None  # as in sampling.py: Row
+        self._allowed: Bits | None = None  # as in sampling.py: Row
         if settings is not None:
-            self._forbidden = torch.zeros(settings.vocab, dtype=torch.bool)
-            self._forbidden[settings.codes :] = True
-            self._forbidden[settings.end] = False
+            allowed = np.arange(settings.vocab) < settings.codes
+            allowed[settings.end] = True
+            self._allowed = as_bits(allowed)
 
     def prompt(self, prompt: Prompt, params: SamplingParams, speech: SpeechParams) -> TalkerPrompt:
         """Return what the talker reads of a request. Raises RequestError if it can never speak."""
@@ -227,7 +228,7 @@ class SpeechScheduler(BaseScheduler[Speech]):
         new = [(row, speech) for row, speech in enumerate(speeches) if len(speech.codes) == speech.frames]
         if len(new) < len(speeches):
             logits = logits[[row for row, _ in new]]
-        rows = [Row(speech.params, speech.codes, speech.rules, self._forbidden) for _, speech in new]
+        rows = [Row(speech.params, speech.codes, speech.rules, self._allowed) for _, speech in new]
         for (_, speech), choice in zip(new, choose(logits, rows) if rows else (), strict=True):
             if choice is None:
                 self._end(speech)

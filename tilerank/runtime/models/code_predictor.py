@@ -90,7 +90,7 @@ class CodePredictor(Layer):
         ops.put_rows_(summed[0], passes.frames, first)
         for i, (batch, head, embedding) in enumerate(zip(passes.batches, self.heads, self.embeddings, strict=True)):
             logits = head(self.decoder.hidden(x, batch, caches))
-            code = ops.sample(logits, choice.temperature, choice.top_k, choice.top_p, choice.draws[i])
+            code = ops.sample(logits, choice.temperature, choice.top_k, choice.top_p, choice.min_p, choice.draws[i])
             x = embedding(code)
             codes.append(code)
             ops.put_rows_(summed[i + 1], passes.frames, x)

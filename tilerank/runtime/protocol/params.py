@@ -95,10 +95,10 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether penalties, bias, min_p or tokens that are left out change the logits before sampling."""
+        """Whether penalties, bias or tokens that are left out change the logits before sampling."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         filtered = self.min_new_tokens or self.allowed_token_ids or self.bad_words
-        return any(penalties) or bool(self.logit_bias or filtered) or (self.min_p > 0 and self.temperature > 0)
+        return any(penalties) or bool(self.logit_bias or filtered)
 
     @property
     def named_ids(self) -> Iterator[tuple[str, Collection[int]]]:

@@ -95,6 +95,7 @@ class SpeechRank:
         self._temperature = torch.zeros(rows)
         self._top_k = torch.full((rows,), TOP_K, dtype=torch.int32)
         self._top_p = torch.full((rows,), TOP_P)
+        self._min_p = torch.zeros(rows)
         self._inputs: dict[int, FrameInputs] = {}  # by padded size
         # What the recorded step of a padded size writes: the codes after the first, and the talker's rows.
         self._spoken: dict[int, tuple[Sequence[Tensor], TalkerRows]] = {}
@@ -220,7 +221,11 @@ class SpeechRank:
     def _frame_inputs(self, size: int) -> FrameInputs:
         if size not in self._inputs:
             choice = CodeSampling(
-                self._draws[:, :size], self._temperature[:size], self._top_k[:size], self._top_p[:size]
+                self._draws[:, :size],
+                self._temperature[:size],
+                self._top_k[:size],
+                self._top_p[:size],
+                self._min_p[:size],
             )
             passes = _passes(size, self.speaker.codes)
             self._inputs[size] = FrameInputs(self._past[:size], self._first[:size], choice, passes)

@@ -29,14 +29,15 @@ class Additions:
 class CodeSampling:
     """The sampling of all codes but the first of m frames; the arguments of ops.sample.
 
-    draws: [codes - 1, m] float32. temperature: [m] float32, 0 for the likeliest codes. top_k: [m] int32. top_p: [m]
-    float32.
+    draws: [codes - 1, m] float32. temperature: [m] float32, 0 for the likeliest codes. top_k: [m] int32. top_p, min_p:
+    [m] float32.
     """
 
     draws: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,8 @@ bool Contract::match_tensor(size_t i, const Tensor& tensor, Known& known) const 
     known.has[size[0].value] = true;
   }
   const int last = tensor.ndim - 1;
-  return last < 0 || tensor.size[last] <= 1 || tensor.stride[last] == 1;
+  const bool empty = std::find(tensor.size, tensor.size + tensor.ndim, 0) != tensor.size + tensor.ndim;
+  return last < 0 || empty || tensor.size[last] <= 1 || tensor.stride[last] == 1;
 }
 
 bool Contract::match_sizes(const Operand& operand, const Tensor& tensor, const Known& known) const {

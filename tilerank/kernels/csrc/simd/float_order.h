@@ -14,6 +14,13 @@ namespace tilerank {
   std::memcpy(&bits, &x, 4);
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
+// Returns the float that ordered() maps to `value`.
+[[gnu::always_inline]] inline float from_ordered(int32_t value) {
+  const int32_t bits = value ^ ((value >> 31) & 0x7fffffff);
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
 constexpr int32_t ordered_infinity = 0x7f800000;  // ordered(inf); ~ordered_infinity is ordered(-inf)
 
 }  // namespace tilerank

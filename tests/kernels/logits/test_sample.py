@@ -18,7 +18,12 @@ JUST_BELOW_1 = 1 - 2.0**-24
 
 
 def sample(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, uniform: float | list[float] = 0.5
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    uniform: float | list[float] = 0.5,
+    min_p: float = 0.0,
 ) -> list[int]:
     """Sample from one row of logits with each of the uniform numbers (or from every row with the single one)."""
     numbers = uniform if isinstance(uniform, list) else [uniform] * (logits.shape[0] if logits.ndim == 2 else 1)
@@ -28,6 +33,7 @@ def sample(
         torch.full((m,), temperature),
         torch.full((m,), top_k, dtype=torch.int32),
         torch.full((m,), top_p),
+        torch.full((m,), min_p),
         torch.tensor(numbers),
     )
     assert found.dtype == torch.int64
@@ -35,11 +41,16 @@ def sample(
     return found.tolist()
 
 
-def by_hand(logits: list[float], temperature: float, top_k: int, top_p: float, uniform: float) -> tuple[int, float]:
+def by_hand(
+    logits: list[float], temperature: float, top_k: int, top_p: float, uniform: float, min_p: float = 0.0
+) -> tuple[int, float]:
     """Return the token, and the margin of the closest decision relative to the total mass."""
     order = sorted((i for i in range(len(logits)) if logits[i] > -INF), key=lambda i: (-logits[i], i))
     if temperature == 0:
         return order[0], 1.0
+    if min_p > 0:
+        floor = torch.tensor(logits[order[0]]) + torch.tensor(temperature * math.log(min_p))
+        order = [i for i in order if logits[i] >= float(floor)]
     if top_k and top_k < len(order):
         order = [i for i in order if logits[i] >= logits[order[top_k - 1]]]
     largest = logits[order[0]]
@@ -77,29 +88,51 @@ UNIFORM = st.one_of(st.sampled_from([0.0, 0.25, 0.5, JUST_BELOW_1]), st.floats(0
     temperature=st.sampled_from([0.0, 0.01, 0.5, 1.0, 3.0]),
     top_k=st.integers(0, 45),
     top_p=st.one_of(st.sampled_from([0.0, 0.5, 0.75, 1.0]), st.floats(0, 1, width=32)),
+    min_p=st.one_of(st.sampled_from([0.0, 0.1, 1.0]), st.floats(0, 1, width=32)),
     uniform=UNIFORM,
 )
 def test_sample_follows_the_rule(
-    logits: list[float], temperature: float, top_k: int, top_p: float, uniform: float
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
 ) -> None:
-    single = float(torch.tensor(temperature))  # the kernel takes float32
-    expected, margin = by_hand(logits, single, top_k, top_p, uniform)
-    [found] = sample(torch.tensor(logits), temperature, top_k, top_p, uniform)
+    single, least = torch.tensor([temperature, min_p]).tolist()  # the kernel takes float32
+    expected, margin = by_hand(logits, single, top_k, top_p, uniform, least)
+    [found] = sample(torch.tensor(logits), temperature, top_k, top_p, uniform, min_p)
     assert logits[found] > -INF
     # Within 1e-12 of a boundary the last bit of exp decides; an exact tie of masses (margin 0) has a defined result.
     if margin == 0 or margin > 1e-12:
         assert found == expected
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (20, 0.5), (3, 0.99), (1, 0.3)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.0),
+        (5, 1.0, 0.0),
+        (0, 0.8, 0.0),
+        (20, 0.5, 0.0),
+        (3, 0.99, 0.0),
+        (1, 0.3, 0.0),
+        (0, 1.0, 0.05),
+        (0, 0.8, 0.3),
+        (5, 0.9, 0.01),
+        (0, 1.0, 1.0),
+    ],
+)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_frequencies_equal_those_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+def test_frequencies_equal_those_of_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     logits = torch.randn(60, generator=torch.Generator().manual_seed(1)) * 2
     temperature = float(torch.tensor(temperature))
-    scores, ids = logits.double()[None], torch.zeros(1, 1, dtype=torch.int64)
+    scores, ids = logits.double()[None], torch.LongTensor([[0]])
     scores = TemperatureLogitsWarper(temperature)(ids, scores)
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(ids, scores)
     if top_k:
         scores = TopKLogitsWarper(top_k)(ids, scores)
     if top_p < 1:
@@ -108,7 +141,7 @@ def test_frequencies_equal_those_of_transformers(temperature: float, top_k: int,
     # Stratified uniform numbers hit every token as often as its probability says, to within one draw. The reference
     # rung samples row by row.
     n = 4000 if core.isa() != "reference" else 1000
-    drawn = torch.tensor(sample(logits, temperature, top_k, top_p, [(i + 0.5) / n for i in range(n)]))
+    drawn = torch.tensor(sample(logits, temperature, top_k, top_p, [(i + 0.5) / n for i in range(n)], min_p))
     counts = torch.bincount(drawn, minlength=60)
     assert float((counts - expected * n).abs().max()) < 1 + 1e-3
     assert not counts[expected == 0].any()
@@ -151,13 +184,20 @@ def test_rows_have_their_own_parameters() -> None:
     temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.0, 0.0])
     top_k = torch.tensor([0, 3, 0, 50, 0, 7], dtype=torch.int32)
     top_p = torch.tensor([1.0, 1.0, 0.7, 0.9, 1.0, 0.1])
+    min_p = torch.tensor([0.1, 0.0, 0.2, 0.05, 0.0, 0.0])
     uniform = torch.rand(6, generator=generator)
-    found = ops.sample(logits, temperature, top_k, top_p, uniform).tolist()
+    numbers = (temperature, top_k, top_p, min_p, uniform)
+    found = ops.sample(logits, *numbers).tolist()
     for i, token in enumerate(found):
         row = slice(i, i + 1)
-        assert ops.sample(logits[row], temperature[row], top_k[row], top_p[row], uniform[row]).tolist() == [token]
+        assert ops.sample(logits[row], *(each[row] for each in numbers)).tolist() == [token]
         expected, margin = by_hand(
-            logits[i].tolist(), float(temperature[i]), int(top_k[i]), float(top_p[i]), float(uniform[i])
+            logits[i].tolist(),
+            float(temperature[i]),
+            int(top_k[i]),
+            float(top_p[i]),
+            float(uniform[i]),
+            float(min_p[i]),
         )
         assert margin > 1e-9
         assert token == expected
@@ -191,6 +231,9 @@ def test_a_large_vocabulary(spread: float, top_k: int, top_p: float, vocabulary:
         ("top_p", -0.1, "a number in [0, 1]"),
         ("top_p", 1.5, "a number in [0, 1]"),
         ("top_p", math.nan, "a number in [0, 1]"),
+        ("min_p", -0.1, "a number in [0, 1]"),
+        ("min_p", 1.5, "a number in [0, 1]"),
+        ("min_p", math.nan, "a number in [0, 1]"),
         ("uniform", 1.0, "a number in [0, 1)"),
         ("uniform", -0.1, "a number in [0, 1)"),
         ("uniform", math.nan, "a number in [0, 1)"),
@@ -202,6 +245,7 @@ def test_a_wrong_value_is_named_with_its_row(name: str, value: float, expectatio
         "temperature": torch.ones(4),
         "top_k": torch.zeros(4, dtype=torch.int32),
         "top_p": torch.ones(4),
+        "min_p": torch.zeros(4),
         "uniform": torch.zeros(4),
     }
     arguments[name][2] = value
@@ -224,8 +268,8 @@ def test_a_row_without_probabilities_gives_no_token(temperature: float, top_k: i
 def test_shapes_and_dtypes_are_checked() -> None:
     logits, ones, zeros = torch.zeros(2, 5), torch.ones(2), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(KernelError, match=r"^sample: temperature: expected shape \[2\], found \[3\]$"):
-        ops.sample(logits, torch.ones(3), zeros, ones, ones)
+        ops.sample(logits, torch.ones(3), zeros, ones, ones, ones)
     with pytest.raises(KernelError, match=r"^sample: top_k: expected dtype int32, found int64$"):
-        ops.sample(logits, ones, zeros.long(), ones, ones)
+        ops.sample(logits, ones, zeros.long(), ones, ones, ones)
     with pytest.raises(KernelError, match=r"^sample: logits: expected at least one column, found shape \[2, 0\]$"):
-        ops.sample(logits[:, :0], ones, zeros, ones, ones)
+        ops.sample(logits[:, :0], ones, zeros, ones, ones, ones)

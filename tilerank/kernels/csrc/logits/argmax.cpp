@@ -2,8 +2,7 @@
 #ifndef TR_RUNG
 #include "core/entry.h"
 #include "simd/float_order.h"
-#include "rows/rows.h"
-#define TR_SOURCE "rows/argmax.cpp"
+#define TR_SOURCE "logits/argmax.cpp"
 #include "simd/foreach_isa.h"
 #else
 namespace tilerank::TR_RUNG {
