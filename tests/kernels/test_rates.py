@@ -93,6 +93,15 @@ def test_each_kind_runs_on_its_own_rung() -> None:
     assert core.rungs() == {}
 
 
+def test_reports_name_the_rungs_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_isa", "avx512_bf16")
+    assert core.isa_text() == "avx512_bf16"
+    monkeypatch.setattr(core, "_rungs", {"bf16": "avx512", "int8": "avx512_bf16", "int4": "avx512"})
+    assert core.isa_text() == "avx512_bf16+avx512"
+    monkeypatch.setattr(core, "_rungs", {"bf16": "avx512", "int8": "avx512"})
+    assert core.isa_text() == "avx512"
+
+
 def test_scratch_memory_is_that_of_the_rung_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "_isa", "avx512_bf16")
     weight = Int8().empty(32, 64)

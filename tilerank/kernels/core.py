@@ -151,6 +151,12 @@ def rung_of(kind: str) -> str:
     return _rungs.get(kind) or isa()
 
 
+def isa_text() -> str:
+    """Return the rungs of products and attention for reports, newest first, such as "avx512_bf16+avx512"."""
+    used = set(_rungs.values()) or {isa()}
+    return "+".join(name for name in ISAS if name in used)
+
+
 def build_digest() -> str:
     """Return a digest of the compiled core, which changes whenever its kernels do. Empty without one."""
     return hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest() if _C else ""

@@ -111,13 +111,13 @@ def run(args: argparse.Namespace) -> int:
     torch.ones(1 << 20).add_(1.0)  # starts torch's threads before this thread is pinned: they inherit its affinity
     core.start_pool(cores, spin=True)
     use_fastest_rungs(cores, len(cores), spin=True)
-    print(f"{core.isa()} on {len(cores)} cores; {peaks.text()}\n")
+    print(f"{core.isa_text()} on {len(cores)} cores; {peaks.text()}\n")
     columns = columns_of(peaks.isa)
     print(header(columns))
     rows = []
     probe = RateProbe(cores)
     for entry in entries(args):
-        rows.append(row_of(entry, measure(entry, probe.measure, args.seconds), peaks, core.isa()))
+        rows.append(row_of(entry, measure(entry, probe.measure, args.seconds), peaks, core.isa_text()))
         print(line(columns, rows[-1]), flush=True)
     write_json(args, rows)
     return 0

@@ -181,7 +181,7 @@ def _measure(
         parts = {name: asdict(part) for name, part in work.items()}
         sizes.append({"size": size_text(size), "tokens": tokens, "work": parts, "runs": runs})
     return {
-        "isa": core.isa(),
+        "isa": core.isa_text(),
         "dtype": str(dtype).removeprefix("torch."),
         "tp": len(placement.ranks),
         "sizes": sizes,

@@ -144,7 +144,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     timings = [[timed(case, args.first_seed + i) for i in range(args.repeat)] for case in cases]
     return {
         "ready_at": ready,
-        "isa": core.isa(),
+        "isa": core.isa_text(),
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": held_codes(engine.card.quantization, options.quantization),
         "kv_cache_dtype": str(cache_dtype).removeprefix("torch."),

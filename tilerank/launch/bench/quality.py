@@ -236,7 +236,7 @@ def _measure(args: argparse.Namespace, text: Text, engine: Engine, _: Placement,
             likelihood.add(engine, window)
     return {
         **likelihood.sums(),
-        "isa": core.isa(),
+        "isa": core.isa_text(),
         "bits_per_weight": 8 * sum(rank.weight_bytes for rank in ranks) / engine.worker.parameters,
         "load_s": engine.worker.load_report.seconds,
     }

@@ -140,7 +140,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement) -> 
     assert engine.worker.speech is not None
     predictor = _PredictorClock(engine.worker.speech.speaker)
     return {
-        "isa": core.isa(),
+        "isa": core.isa_text(),
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": held_codes(engine.card.quantization, options.quantization),
         "rows": [_measure_together(engine, predictor, count, args.frames, cost, probe) for count in args.requests],

@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, cores: list[int]) -> tuple[list[Row], Peak
                 "system": OURS,
                 "model": args.model.name,
                 "dtype": str(dtype).removeprefix("torch."),
-                "isa": core.isa(),
+                "isa": core.isa_text(),
                 "frames": frames,
                 "seconds": seconds,
                 "sound_seconds": frames * vocoder.frame_samples / SAMPLE_RATE,

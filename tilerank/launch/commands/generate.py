@@ -140,7 +140,7 @@ class GenerateJob:
             output.show()
         if self._speech is not None:
             speech_output.write_wav(self._args.audio_out, bytes(sound))
-        say(summary(answers, size, placement, core.isa()))
+        say(summary(answers, size, placement, core.isa_text()))
 
     def _sampling(self) -> "SamplingParams":
         from tilerank.runtime.lead.sampling import SamplingParams

@@ -32,7 +32,7 @@ def gather(group: Group, own: RankPlacement, worker: Worker) -> list[RankInfo]:
         host=socket.gethostname(),
         nodes=format_cpulist(own.mem_nodes) if own.mem_nodes else "any",
         cores=format_cpulist(own.cores) if own.cores else "any",
-        isa=core.isa(),
+        isa=core.isa_text(),
         weight_bytes=worker.weight_bytes,
         cache_bytes=worker.cache_bytes,
         local_memory=local_memory(own.mem_nodes),
