@@ -34,7 +34,7 @@ LONG_GROUPS: list[Form] = [
 ]  # longer than the pieces that are expanded at a time
 FORMATS: list[Form] = [Int4(32), Int4(64, True), Int4(128), Int4(128, True), Fp8(32, 32), Fp8(64, 96), Fp8(128, 128)]
 FORMATS += [BlockInt8(32, 32), BlockInt8(64, 96), BlockInt8(128, 128)]
-FORMATS += [Int4(0), GroupInt8(32, True), GroupInt8(128), GroupInt8(0), ChannelFp8()]
+FORMATS += [Int4(0), GroupInt8(32, True), GroupInt8(128), GroupInt8(0), ChannelFp8(), ChannelFp8(128)]
 Weight = OutputScaledWeight | ByteCodesWeight
 Form = OutputScaledFormat | Fp8 | BlockInt8
 
@@ -239,7 +239,11 @@ def test_quantise(rung: str, form: Form, source: torch.dtype) -> None:
     group = form.group or k
     groups = torch.unflatten(functional.pad(plain.double(), (0, -k % group)), 1, (-1, group))
     if isinstance(form, ChannelFp8):
-        scale = groups.abs().amax(-1) / 448
+        largest = groups.abs().amax(-1, True)
+        if form.group:
+            covering = (groups / largest * 448).to(torch.float8_e4m3fn).double() * largest / 448
+            assert error.square().sum() < 0.8 * (covering - groups).square().sum()
+        scale = by_input(largest[..., 0] / 448 * (2 if form.group else 1), group, k)
         assert (error.abs() <= torch.maximum(plain.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)).all()
         return
     if isinstance(form, GroupInt8):
@@ -253,6 +257,22 @@ def test_quantise(rung: str, form: Form, source: torch.dtype) -> None:
     plainest = (groups.abs() * (covering - groups).square()).sum()
     assert (plain.double().abs() * error.square()).sum() < plainest
     assert (error.abs() <= by_input(step, group, k) * 2).all()
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_fp8_in_groups_is_quantised_to_the_same_bits_on_every_rung(rung: str, group: int) -> None:
+    core.start_pool(None, 3, spin=False)
+    n, k = 70, 2 * group + 37
+    plain = randn(n, k) * 10.0 ** torch.linspace(-34, 36, n)[:, None]
+    plain[3], plain[4, 5], plain[5, 60:], plain[6] = 0.0, torch.inf, 1.0, plain[6].abs()
+    weight = ChannelFp8(group).empty(n, k)
+    weight.write(plain)
+    codes, scales = reference.quantise_channel_fp8(plain, group)
+    expected = ChannelFp8(group).empty(n, k)
+    expected.write_codes(codes)
+    expected.write_scales(scales)
+    assert torch.equal(weight.unpack().nan_to_num(7), expected.unpack().nan_to_num(7))
+    assert torch.equal(weight.scales.nan_to_num(7), expected.scales.nan_to_num(7))
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -350,7 +370,9 @@ def test_scales_of_checkpoints_are_exact(rung: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [Int4(32), Int4(64, True), Fp8(32, 64), BlockInt8(32, 64), GroupInt8(32), ChannelFp8()], ids=str
+    "form",
+    [Int4(32), Int4(64, True), Fp8(32, 64), BlockInt8(32, 64), GroupInt8(32), ChannelFp8(), ChannelFp8(64)],
+    ids=str,
 )
 @pytest.mark.parametrize("hidden, width", [(70, 40), (192, 96)])
 def test_experts(rung: str, form: Form, hidden: int, width: int) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor
 
+from tilerank.kernels.weight_formats import Fp8, Int8
 from tilerank.launch.bench.public import public_config
 from tilerank.launch.bench.work import model_work
 from tilerank.loader.card import read_card
@@ -27,7 +28,7 @@ from tilerank.loader.weights import load_weights
 from tilerank.parallel.errors import ShardError
 from tilerank.parallel.parameters import PlainParameter
 from tilerank.parallel.shard import Strategy
-from tilerank.parallel.sharding import Sharding
+from tilerank.parallel.sharding import Sharding, WeightFormats
 from tilerank.runtime.media.qwen_vl import QwenVLProcessor
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.models.decoder import Decoder
@@ -203,19 +204,20 @@ def test_more_ranks_than_key_heads(tmp_path: Path) -> None:
 
 
 def test_heads_that_are_no_multiple_of_a_block_are_refused(tmp_path: Path) -> None:
-    """Fp8 is quantised while loading in blocks of 32 rows; other codes have one scale per row, or none."""
+    """What is quantised while loading has scales for single rows, blocks of 32 rows have one for all of them."""
     small = {"linear_key_head_dim": 24, "linear_value_head_dim": 24, "num_hidden_layers": 4}
     write_config(tmp_path, nested(small), {})
     card = read_card(tmp_path)
     for codes in ("int8", "int4", "fp8"):
         formats = weight_formats(None, torch.bfloat16, Quantization(codes))
-        assert isinstance(build_model(card, Sharding(0, 2, torch.bfloat16, None, formats=formats)), Decoder)
-        sharding = Sharding(0, 3, torch.bfloat16, None, formats=formats)  # 6 heads of 24 rows: 4.5 blocks
-        if codes != "fp8":
+        for ranks in (2, 3):
+            sharding = Sharding(0, ranks, torch.bfloat16, None, formats=formats)
             assert isinstance(build_model(card, sharding), Decoder)
-            continue
-        with pytest.raises(ShardError, match=r"in_proj_qkv: cannot be held in .*: expected heads .* 32 rows on a rank"):
-            build_model(card, sharding)
+    blocks = WeightFormats(Fp8(32, 128), Int8())
+    assert isinstance(build_model(card, Sharding(0, 2, torch.bfloat16, None, formats=blocks)), Decoder)
+    sharding = Sharding(0, 3, torch.bfloat16, None, formats=blocks)  # 6 heads of 24 rows: 4.5 blocks
+    with pytest.raises(ShardError, match=r"in_proj_qkv: cannot be held in .*: expected heads .* 32 rows on a rank"):
+        build_model(card, sharding)
 
 
 @pytest.fixture(scope="module")

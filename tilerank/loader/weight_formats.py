@@ -17,6 +17,7 @@ from .quantization_config import (
     check_agreement,
 )
 
+_FP8_GROUP = 128  # of what is quantised while loading
 _FP8_BLOCK = (32, 128)  # the smallest number of rows that the kernels have blocks of
 
 
@@ -66,7 +67,7 @@ def _asked_format(quantization: Quantization) -> Format:
     if quantization.codes == "int8":
         return Int8()
     if quantization.codes == "fp8":
-        return Fp8(*_FP8_BLOCK)
+        return ChannelFp8(_FP8_GROUP)
     zero_points = quantization.zero_points
     return Int4(
         quantization.group or DEFAULT_INT4_GROUP, DEFAULT_INT4_ZERO_POINTS if zero_points is None else zero_points

@@ -57,7 +57,16 @@ def test_linear_counts_weights_and_agrees_with_torch() -> None:
     for entry in found.values():
         assert tensor_of(entry).shape == (3, 64)
         if not entry.torch_calls:
-            assert entry.format in ("int8", "int4", "int4-g32", "fp8", "block-int8", "channel-fp8", "group-int8")
+            assert entry.format in (
+                "int8",
+                "int4",
+                "int4-g32",
+                "fp8",
+                "block-int8",
+                "channel-fp8",
+                "fp8-g128",
+                "group-int8",
+            )
             continue
         for number in range(2):
             ours, theirs = entry.calls[number](), entry.torch_calls[number]()

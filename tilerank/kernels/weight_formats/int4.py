@@ -19,13 +19,12 @@ from ..reference import weight_formats as reference
 from ..weight import BLOCK_N
 from . import block_scaled
 from .block_scaled import HALF_N, TILE_K
-from .checks import check_rectangle, packable
+from .checks import check_rectangle
 from .output_scaled import OutputScaledFormat, OutputScaledWeight, output_scaled_layout
 
 _TILE_BYTES = HALF_N * TILE_K // 2
 
 _LAYOUT = output_scaled_layout("int4", _TILE_BYTES, "f16")
-_QUANTISE = Contract("Int4Weight.write: w:weight source row:int col:int", kernel="quantise_int4", layout=_LAYOUT)
 _PACK = Contract("Int4Weight.write_codes: w.values codes row:int col:int", kernel="pack_int4")
 
 
@@ -52,19 +51,9 @@ class Int4Weight(OutputScaledWeight):
 
     middle = 8
 
-    def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
-        """As in OutputScaledWeight; runs on all threads.
-
-        Several scales (and zeros) near the one that just covers the extreme values of a group are tried; the one with
-        the least error is used: the sum of squares, each weighted by the magnitude of the value. Inputs of the last
-        group beyond the last column become 0.
-        """
-        if self.is_plain or not self.format.group:
-            super().write(rows, row, col)
-            return
-        rows = packable("Int4Weight.write: rows", rows)
-        self._check_group_start(rows, row, col)
-        _QUANTISE.run(self, rows, row, col)
+    quantise_kernel = Contract(
+        "Int4Weight.write: w:weight source row:int col:int", kernel="quantise_int4", layout=_LAYOUT
+    )
 
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         zero_points = self.format.zero_points

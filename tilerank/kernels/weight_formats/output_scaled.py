@@ -16,6 +16,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from ..contract import Contract
 from ..errors import KernelError
 from ..weight import BLOCK_N, Layout, chosen_blocks
 from . import block_scaled
@@ -93,6 +94,9 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
     middle: ClassVar[int] = 0
     """The stored code of the number 0."""
 
+    quantise_kernel: ClassVar[Contract | None] = None
+    """Does what `quantise` does for scales of groups, on all threads; None: there is no such kernel."""
+
     @abstractmethod
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Quantise rows[r, c] float32 in plain torch: codes as `write_codes` takes them, scales and zero points
@@ -111,19 +115,18 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
 
         rows: any floating-point dtype and strides. A group with an infinity or NaN becomes NaN.
         """
-        group = self.format.group
-        rows = packable(f"{type(self).__name__}.write: rows", rows)
-        self._check_group_start(rows, row, col)
+        group, where = self.format.group, f"{type(self).__name__}.write: rows"
+        rows = packable(where, rows)
+        check_rectangle(where, rows, (self.n, self.k), (row, col), (1, group or self.k))
+        if self.quantise_kernel is not None and group and not self.is_plain:
+            self.quantise_kernel.run(self, rows, row, col)
+            return
         codes, scales, zeros = self.quantise(rows.float())
         self.write_codes(codes[:, : self.k - col], row, col)
         first = col // group if group else 0
         self.write_scales(scales, row, first)
         if zeros is not None:
             self.write_zeros(zeros, row, first)
-
-    def _check_group_start(self, rows: Tensor, row: int, col: int) -> None:
-        where = f"{type(self).__name__}.write: rows"
-        check_rectangle(where, rows, (self.n, self.k), (row, col), (1, self.format.group or self.k))
 
     def write_scales(self, scales: Tensor, row: int = 0, group: int = 0) -> None:
         """Write scales[r, groups], floats, from row `row` and group `group` on; in float16 of magnitude up to 255."""

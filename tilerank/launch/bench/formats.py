@@ -12,6 +12,7 @@ WEIGHT_FORMATS: dict[str, Format] = {
     "int4-g32": Int4(32),
     "fp8": Fp8(128, 128),
     "channel-fp8": ChannelFp8(),
+    "fp8-g128": ChannelFp8(128),
     "block-int8": BlockInt8(128, 128),
     "group-int8": GroupInt8(128),
 }

@@ -29,7 +29,18 @@ from .rank_job import whole_numbers
 
 GROUPS = ("linear", "experts", "attention", "small", "vision")
 """Groups of kernels; the entries of each are in a module kernels_GROUP."""
-FORMAT_NAMES = ("bfloat16", "float32", "int8", "int4", "int4-g32", "fp8", "channel-fp8", "block-int8", "group-int8")
+FORMAT_NAMES = (
+    "bfloat16",
+    "float32",
+    "int8",
+    "int4",
+    "int4-g32",
+    "fp8",
+    "fp8-g128",
+    "channel-fp8",
+    "block-int8",
+    "group-int8",
+)
 """The keys of formats.WEIGHT_FORMATS, repeated here because importing it imports torch."""
 REPEATS = 3
 

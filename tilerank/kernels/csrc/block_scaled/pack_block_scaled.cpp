@@ -151,19 +151,37 @@ class Int4Search {
   float gain_ = 0;
 };
 
+// The least and the largest of values and 0, and their largest magnitude, if all are finite.
+struct Extremes {
+  float least = 0, most = 0, largest = 0;
+  bool finite = true;
+
+  // count: a multiple of kPartialSums.
+  Extremes(const float* values, int64_t count) {
+    Vec low = zero(), high = zero(), wrong = zero();
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Vec x = load(values + i);
+      low = max(low, zero() - x);
+      high = max(high, x);
+      wrong = wrong + (x - x);  // NaN, if x is infinite or NaN
+    }
+    finite = !std::isnan(sum(wrong));
+    if (!finite) return;
+    least = -max_of(low);
+    most = max_of(high);
+    largest = std::max(-least, most);
+  }
+
+  // Too small to divide by; then all become zeros.
+  bool are_tiny() const { return largest < 1e-30f; }
+};
+
 // The scale and zero of values[count]. memory: 3 * count floats.
 static Int4Params choose_int4(const float* values, int64_t count, bool zeros, float* memory) {
-  Vec low = zero(), high = zero(), wrong = zero();
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Vec x = load(values + i);
-    low = max(low, zero() - x);
-    high = max(high, x);
-    wrong = wrong + (x - x);  // NaN, if x is infinite or NaN
-  }
-  if (std::isnan(sum(wrong))) return {std::numeric_limits<float>::quiet_NaN(), 8};
-  const float least = -max_of(low), most = max_of(high), largest = std::max(-least, most);
-  // A range too small to divide by is quantised to zeros.
-  if (largest < 1e-30f) return {0.0f, 8};
+  const Extremes extremes(values, count);
+  if (!extremes.finite) return {std::numeric_limits<float>::quiet_NaN(), 8};
+  if (extremes.are_tiny()) return {0.0f, 8};
+  const auto [least, most, largest, finite] = extremes;
   Int4Search search(values, count, largest, memory);
   const float first = least / largest, range = most / largest - first;
   for (int step = -3; step <= 5; ++step) {
@@ -274,6 +292,61 @@ TR_ENTRY(quantise_fp8, Team& team, const ByteCodesWeight& w, const Tensor& sourc
         for (int64_t i = 0; i < count; ++i) codes[i] = finite ? to_fp8(from[i] * inverse) : 0;
         put_bytes(w.values, n, col + columns.begin, codes, count);
         w.scales.row<float>(n / kBlockN)[k_block] = scale;
+      }
+    });
+  });
+}
+
+// Returns the factor, of 448 / (1 + i / 16), with the least squared error of values times factor as fp8.
+// relative[count]: values by the largest magnitude; count a multiple of kPartialSums. Codes below 2^-6 count as if they
+// had all bits.
+static float choose_fp8(const float* relative, int64_t count) {
+  float best = 448, least = std::numeric_limits<float>::infinity();
+  for (int step = 0; step < 16; ++step) {
+    const float wider = 1 + static_cast<float>(step) / 16, factor = 448 / wider;
+    OrderedSum sum;
+    for (int64_t i = 0; i < count; i += kPartialSums) {
+      for (int64_t part = 0; part < OrderedSum::kVectors; ++part) {
+        // Veltkamp: of 24 bits, the upper 4 remain.
+        const Vec x = load(relative + i + part * kLanes) * set(factor), split = x * set(1048577.0f);
+        const Vec error = (split - (split - x)) - x;
+        sum.add(part, error * error);
+      }
+    }
+    const float error = sum.total() * (wider * wider);
+    if (error < least) least = error, best = factor;
+  }
+  return best;
+}
+
+// source[r, c] with any strides; col starts a K-block, which has a scale for each output.
+TR_ENTRY(quantise_channel_fp8, Team& team, const OutputScaledWeight& w, const Tensor& source, int64_t row,
+         int64_t col) {
+  const Rectangle rectangle(source, row, col);
+  const int64_t k_block_inputs = w.values.size[2] * kTileK;  // a multiple of kPartialSums
+  char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(k_block_inputs) * (sizeof(float) + 1)));
+  float* const x = reinterpret_cast<float*>(memory);
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + k_block_inputs);
+  for_source("quantise", source.dtype, [&](auto type) {
+    using T = decltype(type);
+    rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
+      const int64_t count = columns.end - columns.begin, k_block = (col + columns.begin) / k_block_inputs;
+      for (int64_t r = rows.begin; r < rows.end; ++r) {
+        const T* const from = source.row<const T>(r) + columns.begin * source.stride[1];
+        for (int64_t i = 0; i < count; ++i) x[i] = as_float(from + i * source.stride[1]);
+        std::fill(x + count, x + k_block_inputs, 0.0f);
+        const int64_t n = row + r;
+        float& scale = w.scales.row<float>(n / kBlockN)[k_block * kBlockN + n % kBlockN];
+        const Extremes extremes(x, k_block_inputs);
+        std::fill_n(codes, count, uint8_t{0});
+        scale = extremes.finite ? 0 : std::numeric_limits<float>::quiet_NaN();
+        if (extremes.finite && !extremes.are_tiny()) {
+          for (int64_t i = 0; i < k_block_inputs; ++i) x[i] /= extremes.largest;
+          const float factor = choose_fp8(x, k_block_inputs);
+          for (int64_t i = 0; i < count; ++i) codes[i] = to_fp8(x[i] * factor);
+          scale = extremes.largest / factor;
+        }
+        put_bytes(w.values, n, col + columns.begin, codes, count);
       }
     });
   });
