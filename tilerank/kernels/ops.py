@@ -253,7 +253,8 @@ def edit_logits_(
 
 _SAMPLE = Contract(
     "sample: logits[m, v]:f32 temperature[m]:f32 top_k[m]:i32 top_p[m]:f32 min_p[m]:f32 uniform[m]:f32 -> out[m]:i64 "
-    "groups[m, (v + 511) // 512 * 16]:i32 classes[m, v]:u8 sums[m, (v + 8191) // 8192, 256]:f64",
+    "groups[m, (v + 511) // 512 * 16]:i32 totals[m, (v + 8191) // 8192]:f64 classes[m, v]:u8 "
+    "sums[m, (v + 8191) // 8192, 256]:f64",
     reference.sample,
 )
 

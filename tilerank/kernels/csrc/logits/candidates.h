@@ -28,6 +28,12 @@ inline bool comes_before(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
+// How logits become weights: e^((x - largest) * inverse_temperature), 0 below the floor.
+struct Weighing {
+  double largest, inverse_temperature;
+  float floor;
+};
+
 // Whether logits with this maximum have probabilities: not if there is NaN or infinity, or nothing but -infinity.
 inline bool gives_probabilities(int32_t largest) { return largest < ordered_infinity && largest > ~ordered_infinity; }
 
@@ -59,10 +65,10 @@ struct Groups {
       std::nth_element(sorted.begin(), kth, sorted.end(), std::greater<>());
       least = std::max(least, *kth);
     }
-    for (int64_t group = 0; group < count; group += kGroups) {
-      if (*std::max_element(maxima + group, maxima + group + kGroups) < least) continue;
+    for (int64_t group = 0; group < count; ++group) {
+      if (maxima[group] < least) continue;
       const int64_t begin = group / kGroups * kSpan;
-      for (int64_t i = begin; i < std::min(begin + kSpan, n); ++i) {
+      for (int64_t i = begin + group % kGroups; i < std::min(begin + kSpan, n); i += kGroups) {
         if (ordered(x[i]) >= least) found.push_back({x[i], static_cast<int32_t>(i)});
       }
     }

@@ -24,8 +24,7 @@ struct ScoredRows {
 // What each rung compiles for itself.
 struct ScoringPasses {
   void (*largest_of_groups)(const float* x, int64_t n, int32_t* largest);
-  // Returns the sum of e^(x - largest) of a piece, whose logits are at most `largest`.
-  double (*sum_of_powers)(const float* x, int64_t n, double largest);
+  double (*sum_of_weights)(const float* x, int64_t n, const Weighing& weighing);
   int64_t (*count_at_least)(const float* x, int64_t n, float least);
 };
 
@@ -37,8 +36,8 @@ void read_piece(const ScoredRows& rows, const ScoringPasses& passes, int64_t i, 
   const int32_t largest = Groups{maxima, (n + kSpan - 1) / kSpan * kGroups}.largest();
   rows.at_least.row<int64_t>(i)[piece] = passes.count_at_least(x + begin, n, x[*rows.ids.row<int64_t>(i)]);
   // finish_row sees infinity and NaN in the maxima.
-  rows.sums.row<double>(i)[piece] =
-      gives_probabilities(largest) ? passes.sum_of_powers(x + begin, n, from_ordered(largest)) : 0.0;
+  const Weighing weighing{from_ordered(largest), 1.0, -std::numeric_limits<float>::infinity()};
+  rows.sums.row<double>(i)[piece] = gives_probabilities(largest) ? passes.sum_of_weights(x + begin, n, weighing) : 0.0;
 }
 
 void finish_row(const ScoredRows& rows, int64_t i) {
@@ -100,17 +99,6 @@ void log_probs_of_rows(const ScoredRows& rows, Team& team, const ScoringPasses& 
 
 namespace tilerank::TR_RUNG {
 
-static double sum_of_powers(const float* x, int64_t n, double largest) {
-  constexpr int64_t kChains = 16;
-  Doubles chains[kChains / kDoubles] = {};
-  for_doubles(x, n,
-              [&](int64_t i, Doubles logits) { chains[i % kChains / kDoubles] += exp_of_negative(logits - largest); });
-  double sums[kChains], sum = 0;
-  for (int64_t i = 0; i < kChains; i += kDoubles) store(sums + i, chains[i / kDoubles]);
-  for (const double each : sums) sum += each;
-  return sum;
-}
-
 static int64_t count_at_least(const float* x, int64_t n, float least) {
   int32_t count = 0;
   for (int64_t i = 0; i < n; ++i) count += x[i] >= least;
@@ -121,7 +109,7 @@ TR_ENTRY(log_probs, Team& team, const Tensor& logits, const Tensor& rows, const 
          const Tensor& ranks, const Tensor& top_ids, const Tensor& top, const Tensor& groups, const Tensor& sums,
          const Tensor& at_least) {
   log_probs_of_rows({logits, rows, ids, chosen, ranks, top_ids, top, groups, sums, at_least}, team,
-                    {largest_of_groups, sum_of_powers, count_at_least});
+                    {largest_of_groups, sum_of_weights, count_at_least});
 }
 
 }  // namespace tilerank::TR_RUNG

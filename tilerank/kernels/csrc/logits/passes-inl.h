@@ -68,18 +68,24 @@ constexpr double kShift = 0x1.8p52;  // a sum with it has the rounded number in 
 // The rounded numbers from 0 to 2^51, as integers.
 static inline Longs rounded(Doubles x) { return (Longs)(x + kShift) - (Longs)all(kShift); }
 
-// e^y for y <= 0, within the last bits of double; 0 where a double has fewer of them.
+// e^y for y <= 0, within the last bits of double; 0 where a double has fewer of them. The Taylor series of the rest r
+// is two polynomials in r * r, which processors compute side by side.
 static inline Doubles exp_of_negative(Doubles y) {
-  const Doubles clamped = max(y, all(-708.0)), shifted = clamped * 0x1.71547652b82fep0 + kShift;
+  const Doubles clamped = max(y, all(-708.0)), shifted = fma(clamped, all(0x1.71547652b82fep0), all(kShift));
   const Doubles whole = shifted - kShift;
-  const Doubles r = clamped - whole * 0x1.62e42fee00000p-1 - whole * 0x1.a39ef35793c76p-33;  // ln 2 in two parts
-  Doubles p = all(1.0 / 479001600);
-  for (const double c : {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120,
-                         1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0}) {
-    p = fma(p, r, all(c));
-  }
+  // ln 2 in two parts
+  const Doubles r = fma(whole, all(-0x1.a39ef35793c76p-33), fma(whole, all(-0x1.62e42fee00000p-1), clamped));
+  const Doubles square = r * r;
+  Doubles even = all(1.0 / 479001600), odd = all(1.0 / 39916800);
+  for (const double c : {1.0 / 3628800, 1.0 / 40320, 1.0 / 720, 1.0 / 24, 0.5, 1.0}) even = fma(even, square, all(c));
+  for (const double c : {1.0 / 362880, 1.0 / 5040, 1.0 / 120, 1.0 / 6, 1.0}) odd = fma(odd, square, all(c));
   const auto power = (Doubles)(((Longs)shifted + 1023) << 52);
-  return where_at_least(y, all(-708.0), p * power);
+  return where_at_least(y, all(-708.0), fma(odd, r, even) * power);
+}
+
+// y: the exponents of the logits.
+static inline Doubles weights_of(Doubles logits, const Weighing& weighing, Doubles y) {
+  return where_at_least(logits, all(weighing.floor), exp_of_negative(y));
 }
 
 // Calls f(i, x) for every kDoubles of n logits; after the last one, x is -infinity.
@@ -92,6 +98,20 @@ static inline void for_doubles(const float* x, int64_t n, const F& f) {
   std::fill_n(rest, kDoubles, -std::numeric_limits<float>::infinity());
   std::copy_n(x + i, n - i, rest);
   f(i, widen(rest));
+}
+
+// Returns the sum of the weights of n logits.
+static inline double sum_of_weights(const float* x, int64_t n, const Weighing& weighing) {
+  constexpr int64_t kChains = 16;
+  Doubles chains[kChains / kDoubles] = {};
+  for_doubles(x, n, [&](int64_t i, Doubles logits) {
+    const Doubles y = (logits - weighing.largest) * weighing.inverse_temperature;
+    chains[i % kChains / kDoubles] += weights_of(logits, weighing, y);
+  });
+  double sums[kChains], sum = 0;
+  for (int64_t i = 0; i < kChains; i += kDoubles) store(sums + i, chains[i / kDoubles]);
+  for (const double each : sums) sum += each;
+  return sum;
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -1,8 +1,9 @@
 // sample: temperature, min-p, top-k, top-p and the inverse of the cumulative distribution, in double precision.
 //
-// Threads share pieces of rows. With top-k, a row has few candidates. Without, masses are added up in classes of tokens
-// about equally likely, and only the class in which the cumulative mass passes the wanted one is looked at: it is
-// halved about some token until few are left to be put in order.
+// Threads share pieces of rows. What decides are mostly the likeliest tokens of a row, or all that top-k leaves: these
+// are its head, and of the others only the mass is computed. A flat row whose head has too little of it is read once
+// more, and masses are added up in classes of tokens about equally likely. Only the class in which the cumulative mass
+// passes the wanted one is looked at: it is halved about some token until few are left to be put in order.
 #ifndef TR_RUNG
 #include <cmath>
 #include <cstdio>
@@ -13,7 +14,9 @@
 namespace tilerank {
 namespace {
 
-constexpr int64_t kNone = -1;  // for a row whose logits give no probabilities
+constexpr int64_t kNone = -1;     // for a row whose logits give no probabilities
+constexpr int64_t kUnknown = -2;  // as long as the head of a row does not decide
+constexpr size_t kHead = 512;     // groups of which a head has tokens
 constexpr int kClasses = 256;
 constexpr double kClassesPerE = 16;  // classes in which probability falls by a factor of e; the last one has all beyond
 constexpr std::ptrdiff_t kFew = 48;  // members that are sorted at once
@@ -23,15 +26,10 @@ struct ClassMember {
   double weight;
 };
 
-// How a row's logits become weights: e^((x - largest) * inverse_temperature), 0 below the floor.
-struct Weighing {
-  double largest, inverse_temperature;
-  float floor;
-};
-
 // What each rung compiles for itself.
 struct SamplingPasses {
   void (*largest_of_groups)(const float* x, int64_t n, int32_t* largest);
+  double (*sum_of_weights)(const float* x, int64_t n, const Weighing& weighing);
   // The class of each logit of a piece, and the sum of the weights of each class.
   void (*masses)(const float* x, int64_t n, const Weighing& weighing, uint8_t* classes, double* sums);
   void (*weigh)(ClassMember* members, int64_t n, const Weighing& weighing);
@@ -39,12 +37,12 @@ struct SamplingPasses {
 
 // The arguments of the kernel.
 struct SampledRows {
-  const Tensor &logits, &temperature, &top_k, &top_p, &min_p, &uniform, &out, &groups, &classes, &sums;
+  const Tensor &logits, &temperature, &top_k, &top_p, &min_p, &uniform, &out, &groups, &totals, &classes, &sums;
 
   int64_t width() const { return logits.size[1]; }
   int64_t pieces() const { return sums.size[1]; }
   Groups groups_of(int64_t row) const { return {groups.row<int32_t>(row), groups.size[1]}; }
-  bool needs_classes(int64_t row) const { return *temperature.row<float>(row) > 0 && *top_k.row<int32_t>(row) == 0; }
+  bool needs_total(int64_t row) const { return *temperature.row<float>(row) > 0 && *top_k.row<int32_t>(row) == 0; }
   Weighing weighing(int64_t row, float largest) const {
     const double heat = *temperature.row<float>(row), least = *min_p.row<float>(row);
     const float floor =
@@ -88,12 +86,14 @@ class Distribution {
   Distribution(const float* x, int64_t n, const Weighing& weighing, const SamplingPasses& passes)
       : x_(x), n_(n), weighing_(weighing), passes_(passes) {}
 
-  // All candidates are one class.
-  void take(const std::vector<Candidate>& candidates) {
-    for (const Candidate& token : candidates) members_.push_back({token, 0.0});
+  // The head is a class, and all others are one whose tokens are not known. total: the weight of all tokens; 0 if there
+  // are no others.
+  void take(const std::vector<Candidate>& head, double total) {
+    for (const Candidate& token : head) members_.push_back({token, 0.0});
     weigh();
-    sums_.assign(1, 0.0);
+    sums_.assign(2, 0.0);
     for (const ClassMember& member : members_) sums_[0] += member.weight;
+    sums_[1] = std::max(total - sums_[0], 0.0);
     collected_ = 0;
   }
 
@@ -106,12 +106,14 @@ class Distribution {
     }
   }
 
+  // Returns kUnknown if the token, or the last one that top-p leaves, is of the others.
   int64_t draw(double top_p, double uniform) {
     double total = 0;
     for (const double sum : sums_) total += sum;
     if (top_p == 1) return find([&](double mass) { return mass > uniform * total; }).last.id;
     // As TopPLogitsWarper: a token stays while less than top_p lies before it, the first always.
     const Place kept = find([&](double mass) { return mass >= top_p * total; });
+    if (kept.last.id == kUnknown) return kUnknown;
     const Place drawn = find([&](double mass) { return mass > uniform * kept.mass; });
     return comes_before(kept.last, drawn.last) ? kept.last.id : drawn.last.id;
   }
@@ -132,6 +134,7 @@ class Distribution {
         place.mass += sums_[i];
         continue;
       }
+      if (!classes_ && i > 0) return {{0.0f, kUnknown}, place.mass};
       collect(i);
       if (find_member(passed, place)) break;
     }
@@ -174,15 +177,12 @@ class Distribution {
     if (wanted == collected_) return;
     collected_ = wanted;
     members_.clear();
-    constexpr int64_t kStep = 64;
-    for (int64_t begin = 0; begin < n_; begin += kStep) {
-      const int64_t end = std::min(begin + kStep, n_);
-      int found = 0;
-      for (int64_t i = begin; i < end; ++i) found |= classes_[i] == wanted;
-      for (int64_t i = begin; found && i < end; ++i) {
-        if (classes_[i] == wanted) members_.push_back({{x_[i], static_cast<int32_t>(i)}, 0.0});
-      }
-    }
+    const auto value = static_cast<int>(wanted);
+    const auto next = [&](int64_t i) {
+      const auto* const at = static_cast<const uint8_t*>(std::memchr(classes_ + i, value, static_cast<size_t>(n_ - i)));
+      return at ? at - classes_ : n_;
+    };
+    for (int64_t i = next(0); i < n_; i = next(i + 1)) members_.push_back({{x_[i], static_cast<int32_t>(i)}, 0.0});
     weigh();
   }
 
@@ -195,14 +195,14 @@ class Distribution {
   const int64_t n_;
   const Weighing weighing_;
   const SamplingPasses& passes_;
-  const uint8_t* classes_ = nullptr;
-  size_t collected_ = kClasses;  // the class that members_ has
+  const uint8_t* classes_ = nullptr;  // null if there are the head and the others
+  size_t collected_ = kClasses;       // the class that members_ has
   std::vector<double> sums_;
   std::vector<ClassMember> members_;
 };
 
-// Returns the token of a row, or kNone.
-int64_t sample_row(const SampledRows& rows, int64_t row, const SamplingPasses& passes) {
+// Returns the token of a row, kNone, or kUnknown if its head does not decide.
+int64_t sample_head(const SampledRows& rows, int64_t row, const SamplingPasses& passes) {
   const float* const x = rows.logits.row<float>(row);
   const Groups groups = rows.groups_of(row);
   const int32_t largest = groups.largest();
@@ -210,43 +210,72 @@ int64_t sample_row(const SampledRows& rows, int64_t row, const SamplingPasses& p
   const int64_t likeliest = groups.first_largest(x, largest);
   if (*rows.temperature.row<float>(row) == 0) return likeliest;
   const Weighing weighing = rows.weighing(row, x[likeliest]);
+  const auto top_k = static_cast<size_t>(*rows.top_k.row<int32_t>(row));
+  const int32_t least = std::max(ordered(weighing.floor), ~ordered_infinity + 1);
+  std::vector<Candidate> head;
+  groups.collect(x, rows.width(), top_k ? top_k : kHead, least, head);
+  if (top_k && top_k < head.size()) keep_top_k(head, top_k);
+  double total = 0;
+  for (int64_t piece = 0; !top_k && piece < rows.pieces(); ++piece) total += rows.totals.row<double>(row)[piece];
   Distribution distribution(x, rows.width(), weighing, passes);
-  if (rows.needs_classes(row)) {
-    distribution.take(rows.classes.row<uint8_t>(row), rows.sums.row<double>(row), rows.pieces());
-  } else {
-    const auto top_k = static_cast<size_t>(*rows.top_k.row<int32_t>(row));
-    std::vector<Candidate> candidates;
-    groups.collect(x, rows.width(), top_k, std::max(ordered(weighing.floor), ~ordered_infinity + 1), candidates);
-    if (top_k < candidates.size()) keep_top_k(candidates, top_k);
-    distribution.take(candidates);
-  }
+  distribution.take(head, total);
+  return distribution.draw(*rows.top_p.row<float>(row), *rows.uniform.row<float>(row));
+}
+
+int64_t sample_classes(const SampledRows& rows, int64_t row, const SamplingPasses& passes) {
+  const float largest = from_ordered(rows.groups_of(row).largest());
+  Distribution distribution(rows.logits.row<float>(row), rows.width(), rows.weighing(row, largest), passes);
+  distribution.take(rows.classes.row<uint8_t>(row), rows.sums.row<double>(row), rows.pieces());
   return distribution.draw(*rows.top_p.row<float>(row), *rows.uniform.row<float>(row));
 }
 
 void sample_rows(const SampledRows& rows, Team& team, const SamplingPasses& passes) {
   check_numbers(rows);
   const int64_t m = rows.logits.size[0], pieces = rows.pieces();
-  const auto [first, last] = team.share(m * pieces);
-  for (int64_t item = first; item < last; ++item) {
-    const int64_t row = item / pieces, begin = item % pieces * kPiece;
-    passes.largest_of_groups(rows.logits.row<float>(row) + begin, std::min(kPiece, rows.width() - begin),
-                             rows.groups.row<int32_t>(row) + begin / kSpan * kGroups);
-  }
-  team.barrier();
-  int64_t known = -1;
-  int32_t largest = 0;
-  for (int64_t item = first; item < last; ++item) {
-    const int64_t row = item / pieces, piece = item % pieces, begin = piece * kPiece;
-    if (!rows.needs_classes(row)) continue;
-    if (row != known) largest = rows.groups_of(known = row).largest();
-    if (!gives_probabilities(largest)) continue;
-    passes.masses(rows.logits.row<float>(row) + begin, std::min(kPiece, rows.width() - begin),
-                  rows.weighing(row, from_ordered(largest)), rows.classes.row<uint8_t>(row) + begin,
-                  rows.sums.row<double>(row) + piece * kClasses);
-  }
-  team.barrier();
+  int64_t* const out = rows.out.as<int64_t>();
+  const auto [first_item, last_item] = team.share(m * pieces);
   const auto [first_row, last_row] = team.share(m);
-  for (int64_t row = first_row; row < last_row; ++row) rows.out.as<int64_t>()[row] = sample_row(rows, row, passes);
+  // Calls f(row, piece, x, n) for this thread's pieces of the wanted rows.
+  const auto each_piece = [&, first = first_item, last = last_item](const auto& wanted, const auto& f) {
+    for (int64_t item = first; item < last; ++item) {
+      const int64_t row = item / pieces, piece = item % pieces, begin = piece * kPiece;
+      if (wanted(row)) f(row, piece, rows.logits.row<float>(row) + begin, std::min(kPiece, rows.width() - begin));
+    }
+  };
+  int64_t known = -1;
+  Weighing weighing{};
+  bool probable = false;
+  const auto weighs = [&](int64_t row) {  // whether a row has probabilities, which `weighing` makes
+    if (row != known) {
+      const int32_t largest = rows.groups_of(known = row).largest();
+      probable = gives_probabilities(largest);
+      if (probable) weighing = rows.weighing(row, from_ordered(largest));
+    }
+    return probable;
+  };
+
+  each_piece([](int64_t) { return true; },
+             [&](int64_t row, int64_t piece, const float* x, int64_t n) {
+               passes.largest_of_groups(x, n, rows.groups.row<int32_t>(row) + piece * (kPiece / kSpan * kGroups));
+             });
+  team.barrier();
+  each_piece([&](int64_t row) { return rows.needs_total(row) && weighs(row); },
+             [&](int64_t row, int64_t piece, const float* x, int64_t n) {
+               rows.totals.row<double>(row)[piece] = passes.sum_of_weights(x, n, weighing);
+             });
+  team.barrier();
+  for (int64_t row = first_row; row < last_row; ++row) out[row] = sample_head(rows, row, passes);
+  team.barrier();
+  if (std::find(out, out + m, kUnknown) == out + m) return;
+  each_piece([&](int64_t row) { return out[row] == kUnknown && weighs(row); },
+             [&](int64_t row, int64_t piece, const float* x, int64_t n) {
+               passes.masses(x, n, weighing, rows.classes.row<uint8_t>(row) + piece * kPiece,
+                             rows.sums.row<double>(row) + piece * kClasses);
+             });
+  team.barrier();
+  for (int64_t row = first_row; row < last_row; ++row) {
+    if (out[row] == kUnknown) out[row] = sample_classes(rows, row, passes);
+  }
 }
 
 }  // namespace
@@ -263,7 +292,7 @@ namespace tilerank::TR_RUNG {
 static void weigh_span(const float* x, int64_t n, const Weighing& weighing, double* weights, int64_t* classes) {
   for_doubles(x, n, [&](int64_t i, Doubles logits) {
     const Doubles y = (logits - weighing.largest) * weighing.inverse_temperature;
-    store(weights + i, where_at_least(logits, all(weighing.floor), exp_of_negative(y)));
+    store(weights + i, weights_of(logits, weighing, y));
     store(classes + i, rounded(min(y * -kClassesPerE, all(kClasses - 1))));
   });
 }
@@ -298,10 +327,10 @@ static void weigh(ClassMember* members, int64_t n, const Weighing& weighing) {
 }
 
 TR_ENTRY(sample, Team& team, const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-         const Tensor& min_p, const Tensor& uniform, const Tensor& out, const Tensor& groups, const Tensor& classes,
-         const Tensor& sums) {
-  const SampledRows rows{logits, temperature, top_k, top_p, min_p, uniform, out, groups, classes, sums};
-  sample_rows(rows, team, {largest_of_groups, masses, weigh});
+         const Tensor& min_p, const Tensor& uniform, const Tensor& out, const Tensor& groups, const Tensor& totals,
+         const Tensor& classes, const Tensor& sums) {
+  const SampledRows rows{logits, temperature, top_k, top_p, min_p, uniform, out, groups, totals, classes, sums};
+  sample_rows(rows, team, {largest_of_groups, sum_of_weights, masses, weigh});
 }
 
 }  // namespace tilerank::TR_RUNG
