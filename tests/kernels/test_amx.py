@@ -145,8 +145,8 @@ def test_bf16_product_has_the_specified_bits(tiles: Tiles, m: int, k: int, n: in
 def test_int8_product_is_exact_modulo_two_to_the_32nd(tiles: Tiles, m: int, k: int, n: int) -> None:
     generator = np.random.default_rng(m * k + n)
     c = generator.integers(-(2**31), 2**31, (m, n)).astype(np.int32)
-    a, b = (generator.integers(-128, 128, shape).astype(np.int8) for shape in ((m, k), (k, n)))
-    a[0], b[:, 0] = -128, -128
+    a, b = generator.integers(-128, 128, (m, k)).astype(np.int8), generator.integers(0, 256, (k, n)).astype(np.uint8)
+    a[0], b[:, 0] = -128, 255
     memory, stride = spread(c, 64), 64
     shapes = config((m, 4 * n), (m, k), (k // 4, 4 * n))
     tiles.multiply(shapes, 1, memory, spread(a, stride), spread(pairs(b, 4), stride), ctypes.c_int64(stride))

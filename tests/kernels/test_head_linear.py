@@ -15,10 +15,11 @@ from tilerank.kernels.weight import Format
 from tilerank.kernels.weight_formats.floats import Float
 from tilerank.kernels.weight_formats.fp8 import Fp8
 from tilerank.kernels.weight_formats.int8 import Int8, Int8Weight
+from tilerank.kernels.weight_formats.token_int8 import TokenInt8
 
 pytestmark = pytest.mark.usefixtures("rung")
 
-FORMATS = [Float(torch.float32), Float(torch.bfloat16), Int8(), Fp8()]
+FORMATS = [Float(torch.float32), Float(torch.bfloat16), Int8(), TokenInt8(), Fp8()]
 
 
 def packed(heads: int, n: int, k: int, form: Format) -> PackedExperts:
@@ -82,7 +83,7 @@ def test_scales_of_inputs(t: int) -> None:
     heads, n, k = 3, 64, 40
     codes = torch.randint(-127, 128, (heads, k, n), generator=random, dtype=torch.int8)
     scales = torch.rand(heads, k, generator=random) * 0.01 + 0.001
-    weight = PackedExperts.empty(heads, n, k, Int8())
+    weight = PackedExperts.empty(heads, n, k, TokenInt8())
     for head in range(heads):
         part = weight.part(head)
         assert isinstance(part, Int8Weight)

@@ -105,9 +105,9 @@ def test_reports_name_the_rungs_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scratch_memory_is_that_of_the_rung_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "_isa", "avx512_bf16")
     weight = Int8().empty(32, 64)
-    assert weight.scratch(100) == 100 * 64 + 100 * 4  # codes and scales
+    assert weight.scratch(100) == 100 * (64 + 8)  # codes, a scale and a start
     monkeypatch.setattr(core, "_rungs", {"bf16": "amx", "int8": "avx2"})
-    assert weight.scratch(100) == 100 * 64 * 2 + 100 * 4
+    assert weight.scratch(100) == 100 * (2 * 64 + 8)
 
 
 def test_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

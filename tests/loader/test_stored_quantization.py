@@ -9,7 +9,7 @@ from model_configs import write_config
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tilerank.kernels.weight_formats import BlockInt8, Float, Format, Fp8, Int8
+from tilerank.kernels.weight_formats import BlockInt8, Float, Format, Fp8, TokenInt8
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import SINGLE, Checkpoint
 from tilerank.loader.errors import CheckpointError, ConfigError
@@ -82,7 +82,7 @@ def block_fp8(shape: tuple[int, int], scales: torch.dtype) -> tuple[dict[str, Te
 
 ENCODERS = {"int8": channel_int8, "block_int8": block_int8, "fp8": block_fp8}
 SCHEMES = {"int8": ("int8", (1, 0)), "block_int8": ("int8", (128, 128)), "fp8": ("fp8", (128, 128))}
-FORMATS: dict[str, type[Format]] = {"int8": Int8, "block_int8": BlockInt8, "fp8": Fp8}
+FORMATS: dict[str, type[Format]] = {"int8": TokenInt8, "block_int8": BlockInt8, "fp8": Fp8}
 
 
 def write(

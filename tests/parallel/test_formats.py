@@ -149,7 +149,7 @@ def test_the_cost_rule_counts_bytes_of_the_format() -> None:
     def waste(bytes_per_weight: Fraction | int) -> float:
         return cut_heads(32, 4, 128, 2048, 3, cached_tokens=4096, bytes_per_weight=bytes_per_weight).waste
 
-    for form, per_weight in ((Int8(), 1 + Fraction(8, 4096)), (BF16, Fraction(2))):
+    for form, per_weight in ((Int8(), 1 + Fraction(4, 4096)), (BF16, Fraction(2))):
         s = Sharding(0, 3, torch.bfloat16, None, cached_tokens=4096, formats=WeightFormats(form, Int8()))
         assert s.cut_heads(32, 4, 128, 2048).waste == waste(per_weight)
     assert waste(1) > waste(2)

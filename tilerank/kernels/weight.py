@@ -1,10 +1,12 @@
 """The interface of packed weights: what a weight format and a weight of it provide to kernels, shards and loaders."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+Operands = Literal["bf16", "int8", "fp32"]
 
 BLOCK_N = 32
 """Outputs in a block of a packed weight (csrc/linear/pack.h)."""
@@ -54,6 +56,11 @@ class Format(Protocol):
     @property
     def activations(self) -> torch.dtype:
         """Dtype of the x that such a weight multiplies."""
+        ...
+
+    @property
+    def operands(self) -> Operands:
+        """Type of the numbers that the kernels multiply, to which they convert x and codes."""
         ...
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Format, Fp8, GroupInt8, Int4, Int8
+from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Format, Fp8, GroupInt8, Int4, Int8, TokenInt8
 from tilerank.parallel.sharding import WeightFormats
 
 from .quantization_config import (
@@ -57,7 +57,7 @@ def stored_format(scheme: Scheme) -> Format | None:
     if scheme.layout == "fp8":
         return Fp8(rows, columns) if rows and columns else ChannelFp8() if rows else Fp8(*_FP8_BLOCK)
     if scheme.layout == "int8":
-        return BlockInt8(rows, columns) if rows and columns else Int8()
+        return BlockInt8(rows, columns) if rows and columns else TokenInt8()
     # Larger groups are held as several with the same scale, unless there is one alone.
     group = max(size for size in INT4_GROUPS if columns % size == 0) if columns else 0
     return (Int4 if scheme.bits == 4 else GroupInt8)(group, zero_points=not scheme.symmetric)

@@ -7,24 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from tilerank.kernels.weight_formats import Format
-
-OperandType = Literal["bf16", "int8", "fp32"]
-
-
-def operand_type(format: Format) -> OperandType:
-    """Return the type in which kernels multiply activations with weights of `format`.
-
-    Int8 is multiplied with int8 activations. All other codes are converted and multiplied with bf16.
-    """
-    from tilerank.kernels.weight_formats import Int8
-
-    if isinstance(format, Int8):
-        return "int8"
-    return "fp32" if format.activations.itemsize == 4 else "bf16"
 
 
 @dataclass(frozen=True)

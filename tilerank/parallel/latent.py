@@ -22,8 +22,8 @@ from tilerank.kernels.weight_formats import (
     BlockInt8,
     Float,
     Format,
-    Int8,
     OutputScaledFormat,
+    TokenInt8,
     Weight,
 )
 from tilerank.kernels.weight_formats.byte_codes import ByteCodesWeight
@@ -138,7 +138,7 @@ class AbsorbedHeads(Layer):
         self._keys = _KeyHeads(span.size, latent, key_dim, of_keys)
         self._values = ExpertsParameter(span.size, value_dim, latent, of_values)
         self._key_scales: PlainParameter | None = None
-        if isinstance(of_values, Int8):
+        if isinstance(of_values, TokenInt8):
             self._key_scales = PlainParameter((span.size * key_dim, 1), torch.float32)
         shape, columns = (heads * rows, latent), slice(0, latent)
         for local, head in enumerate(range(span.start, span.stop)):
@@ -167,7 +167,7 @@ def _absorbed_formats(name: str, key_dim: int, rows: int, sharding: Sharding) ->
     """Return the formats of W_k and W_v. rows: of both, for one head."""
     floats, formats = Float(sharding.dtype), sharding.formats
     stored = None if formats is None or formats.encoded is None else formats.encoded(name)
-    if isinstance(stored, Int8):
+    if isinstance(stored, TokenInt8):
         return BlockInt8(block_k=gcd(128, whole_tiles(key_dim))), stored
     if isinstance(stored, OutputScaledFormat):
         return floats, stored  # W_k is multiplied from its other side, where its outputs share no scale

@@ -22,7 +22,7 @@ from tilerank.kernels.heads import split_heads
 from tilerank.kernels.linear import Activation, linear
 from tilerank.kernels.weight_formats import Float, Format
 
-from .cost import Cost, Work, operand_type
+from .cost import Cost, Work
 from .parameters import GatedBias, GatedParameter, Layer, PackedParameter, PlainParameter
 from .shard import Cut, HeadCut, Span
 from .sharding import Sharding, first_rows
@@ -205,7 +205,7 @@ class QKVParallelLinear(Linear):
 
     def cost(self) -> Cost:
         heads = self.q_heads * self.head_dim
-        attention = {operand_type(Float(self._activations)): 2 * 2 * heads}  # Q K^T and P V
+        attention = {Float(self._activations).operands: 2 * 2 * heads}  # Q K^T and P V
         return super().cost() + Cost(pair=Work(**attention))
 
     def cost_of_caching(self) -> Cost:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilerank.kernels import core
 from tilerank.kernels.weight_formats import Float, Format, Weight
 
-from .cost import Cost, Work, operand_type
+from .cost import Cost, Work
 from .shard import TILE, Cut, HeadCut
 from .sharding import row_unit
 
@@ -227,7 +227,7 @@ class WeightParameter(Parameter):
 
     def products(self) -> Work:
         """Return the operations that multiply one token with all matrices."""
-        return Work(**{operand_type(self.format): 2 * self.elements})
+        return Work(**{self.format.operands: 2 * self.elements})
 
 
 class PackedParameter(WeightParameter):

@@ -59,6 +59,7 @@ def test_linear_counts_weights_and_agrees_with_torch() -> None:
         if not entry.torch_calls:
             assert entry.format in (
                 "int8",
+                "token-int8",
                 "int4",
                 "int4-g32",
                 "fp8",
@@ -82,7 +83,7 @@ def test_linear_counts_packed_bytes() -> None:
         pytest.skip("plain torch packs nothing")
     found = entries("--only", "linear", "--m", "3", "--shape", "64x96", "--formats", "int8,int4,int4-g32,fp8")
     products = 2 * 3 * 64 * 96
-    assert found["linear 3 x 64 x 96 int8"].work == Work(64 * (128 + 8), int8=products)
+    assert found["linear 3 x 64 x 96 int8"].work == Work(64 * (128 + 4), int8=products)
     # Inputs padded to groups; a scale of two bytes for each group of an output, or of four for each block.
     assert found["linear 3 x 64 x 96 int4"].work == Work(64 * (128 // 2 + 2), bf16=products)
     assert found["linear 3 x 64 x 96 int4-g32"].work == Work(64 * (96 // 2 + 3 * 2), bf16=products)
@@ -108,7 +109,7 @@ def test_attention_counts_cached_bytes_and_visible_pairs() -> None:
     assert expanded == Work(10 * (22 * 256 + 64) * 2, bf16=2 * 22 * (192 + 128) * (25 + pairs))
     weights, product = 22 * 512 * 128, 2 * 8 * 22 * 512 * 128
     assert found["head linear 22 x 8 x 512x128 bfloat16"].work == Work(2 * weights, bf16=product)
-    assert found["head linear 22 x 8 x 512x128 int8"].work == Work(weights + 22 * 512 * 8, int8=product)
+    assert found["head linear 22 x 8 x 512x128 int8"].work == Work(weights + 22 * 512 * 4, int8=product)
     for entry in found.values():
         out = entry.calls[-1]()
         # Copies or means of standard normal values: unwritten memory and zeros would fail.

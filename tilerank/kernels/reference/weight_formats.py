@@ -8,6 +8,9 @@ from torch import Tensor
 
 from .ops import quantise_rows
 
+INT8_GROUP = 64
+"""Inputs of x that share a scale in products with int8 weights."""
+
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x[m, k] @ weight[n, k].T in fp32."""
@@ -20,11 +23,40 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def product_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def product_token_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Return quantised x[m, k] @ (codes[n, k] * scales[n]).T: exact sums, then one scaling in fp32."""
     rows, row_scales = quantise_rows(x.float())
     sums = rows.double() @ codes.double().T  # below 2^53, hence exact in any order
     return (sums + 0.0).float() * (row_scales[:, None] * scales)  # + 0: integers have no negative zero
+
+
+def product_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return x[m, k], quantised in groups of 64 inputs, @ (codes[n, k] * scales[n]).T.
+
+    The exact sums of the groups are multiplied with the scales of x and added in fp32, group by group, then scaled.
+    """
+    m, k = x.shape
+    rows, row_scales = quantise_rows(F.pad(x.float(), (0, -k % INT8_GROUP)).view(-1, INT8_GROUP))
+    groups, by_group = rows.double().view(m, -1, INT8_GROUP), row_scales.view(m, -1, 1)
+    total = torch.zeros(m, codes.shape[0])
+    for group, of_codes in enumerate(torch.split(codes.double(), INT8_GROUP, 1)):
+        sums = groups[:, group, : of_codes.shape[1]] @ of_codes.T
+        total = fma(sums, by_group[:, group], total)
+    return total * scales
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c, rounded once to float32; a * b must be exact in float64.
+
+    The sum in float64 is rounded to odd where it is not exact, so that rounding it again is right.
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)  # Knuth's two-sum
+    even = total.view(torch.int64) % 2 == 0
+    towards = torch.where(error > 0, torch.inf, -torch.inf).double()
+    return torch.where((error != 0) & error.isfinite() & even, total.nextafter(towards), total).float()
 
 
 def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:

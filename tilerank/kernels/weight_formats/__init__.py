@@ -13,10 +13,12 @@ from .group_int8 import GroupInt8 as GroupInt8
 from .int4 import Int4 as Int4
 from .int8 import Int8 as Int8
 from .output_scaled import OutputScaledFormat as OutputScaledFormat
+from .token_int8 import TokenInt8 as TokenInt8
 
 LAYOUTS = (
     *FLOAT_LAYOUTS.values(),
     Int8.layout,
+    TokenInt8.layout,
     Int4.layout,
     Fp8.layout,
     BlockInt8.layout,

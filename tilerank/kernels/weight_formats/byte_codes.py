@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import core
 from ..contract import Contract
 from ..errors import KernelError
-from ..weight import BLOCK_N, Layout, chosen_blocks
+from ..weight import BLOCK_N, Layout, Operands, chosen_blocks
 from . import block_scaled
 from .block_scaled import HALF_N, TILE_K
 from .checks import check_rectangle, check_sizes, packable
@@ -46,6 +46,7 @@ class BlockFormat(ABC):
     """Does what `quantise` does, on all threads; None: there is no such kernel."""
 
     activations = torch.bfloat16
+    operands: ClassVar[Operands] = "bf16"
     is_quantised = True
 
     @abstractmethod

@@ -11,7 +11,7 @@ from .. import check, core
 from ..contract import Contract
 from ..reference import ops as reference_ops
 from ..reference import weight_formats as reference
-from ..weight import BLOCK_N, TILE_ROWS, WORK_QUEUE_BYTES, Layout, chosen_blocks, round_up
+from ..weight import BLOCK_N, TILE_ROWS, WORK_QUEUE_BYTES, Layout, Operands, chosen_blocks, round_up
 from .checks import check_rectangle, check_sizes, packable
 
 _TILE_K = 32  # csrc/linear/pack.h
@@ -36,6 +36,10 @@ class Float:
     @property
     def activations(self) -> torch.dtype:
         return self.dtype
+
+    @property
+    def operands(self) -> Operands:
+        return "bf16" if self.dtype is torch.bfloat16 else "fp32"
 
     @property
     def layout(self) -> Layout:

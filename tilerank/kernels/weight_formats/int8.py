@@ -1,13 +1,15 @@
 """Int8 weights with int8 activations (w8a8): half the bytes of bfloat16 and twice its products per cycle.
 
-Each row of the weight, and each row of x at run time, is quantised symmetrically: scale = largest magnitude / 127,
-code = round(value / scale) with ties to even. Sums of products of codes are exact in int32 on every rung and are scaled
-once in fp32, so all rungs give the same bits.
+Each row of the weight, and every 64 inputs of each row of x at run time, are quantised symmetrically: scale = largest
+magnitude / 127, code = round(value / scale) with ties to even. Sums of 64 products of codes are exact in int32. They
+are multiplied with the scales of x and added in fp32, by one fused multiply-add each, in the order of the inputs on
+every rung, so that all rungs give the same bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,11 +19,18 @@ from ..contract import Contract
 from ..errors import KernelError
 from ..reference import ops as reference_ops
 from ..reference import weight_formats as reference
-from ..weight import BLOCK_N, TILE_ROWS, Layout, chosen_blocks, round_up
+from ..weight import BLOCK_N, TILE_ROWS, Layout, Operands, chosen_blocks, round_up
 from .checks import packable
 
-_LAYOUT = Layout("int8", "Int8Weight", f"codes[_, _]:i8 scales[_, {BLOCK_N}]:f32 sums[_, {BLOCK_N}]:i32")
 _TILE_K = 64  # csrc/linear/int8.h
+_ZERO = 128  # what is stored for code 0
+
+
+def int8_layout(format: str) -> Layout:
+    return Layout(format, "Int8Weight", f"codes[_, _]:u8 scales[_, {BLOCK_N}]:f32")
+
+
+_LAYOUT = int8_layout("int8")
 
 _QUANTISE = Contract("Int8Weight.write: w:weight rows row:int", kernel="quantise_int8", layout=_LAYOUT)
 _PACK = Contract("Int8Weight.write_codes: w:weight codes scales[r]:f32 row:int", kernel="pack_int8", layout=_LAYOUT)
@@ -37,84 +46,70 @@ _MAX_INPUTS = 1 << 17
 
 @dataclass(frozen=True)
 class Int8:
-    """One symmetric scale per output; activations are quantised row by row at run time."""
+    """One symmetric scale per output; activations get one for every 64 inputs at run time."""
 
-    layout = _LAYOUT
+    layout: ClassVar[Layout] = _LAYOUT
     activations = torch.bfloat16
+    operands: ClassVar[Operands] = "int8"
     is_quantised = True
     k_unit = _TILE_K
 
     def nbytes(self, n: int, k: int) -> int:
-        return Int8Weight.nbytes(n, k)
+        """Return the bytes that a weight[n, k] takes, padding included."""
+        if n < 1 or not 1 <= k <= _MAX_INPUTS:
+            raise KernelError(
+                f"{type(self).__name__}: n, k: expected positive sizes and at most {_MAX_INPUTS} inputs, found {n}, {k}"
+            )
+        if core.isa() == "reference":
+            return n * (k + 4)
+        return round_up(n, BLOCK_N) * (round_up(k, _TILE_K) + 4)
 
     def empty(self, n: int, k: int) -> Int8Weight:
-        return Int8Weight.empty(n, k)
+        nbytes = self.nbytes(n, k)
+        if core.isa() == "reference":
+            return Int8Weight(torch.zeros(n, k, dtype=torch.int8), torch.zeros(n), n, k, self)
+        blocks = round_up(n, BLOCK_N) // BLOCK_N
+        codes, scales = torch.split(
+            core.alloc(nbytes, resident=True), [nbytes - 4 * BLOCK_N * blocks, 4 * BLOCK_N * blocks]
+        )
+        return Int8Weight(codes.view(blocks, -1), scales.view(torch.float32).view(blocks, BLOCK_N), n, k, self)
+
+    def product(self, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return x[m, k] @ (codes[n, k] * scales[n]).T in plain torch."""
+        return reference.product_int8(x, codes, scales)
 
 
 @dataclass(frozen=True)
 class Int8Weight:
     """A weight[n, k] of int8 codes with one scale per output.
 
-    codes: int8 in tiles, [n / 32, ...], padded with zeros (csrc/linear/int8.h); scales: float32 [n / 32, 32];
-    sums: int32 [n / 32, 32], the sum of each output's codes.
-    Where kernels run in plain torch they are [n, k], [n] and [0].
+    codes: uint8, code + 128, in tiles, [n / 32, ...] (csrc/linear/int8.h); scales: float32 [n / 32, 32].
+    Where kernels run in plain torch they are int8 [n, k] and [n].
     """
 
     codes: Tensor
     scales: Tensor
-    sums: Tensor
     n: int
     k: int
-
-    @staticmethod
-    def nbytes(n: int, k: int) -> int:
-        """Return the bytes that a weight[n, k] takes, padding included."""
-        if n < 1 or not 1 <= k <= _MAX_INPUTS:
-            raise KernelError(
-                f"Int8Weight: n, k: expected positive sizes and at most {_MAX_INPUTS} inputs, found {n}, {k}"
-            )
-        if core.isa() == "reference":
-            return n * (k + 4)
-        return round_up(n, BLOCK_N) * (round_up(k, _TILE_K) + 8)
-
-    @classmethod
-    def empty(cls, n: int, k: int) -> Int8Weight:
-        """Return a weight[n, k] of zeros in memory of its own (`core.alloc`)."""
-        nbytes = cls.nbytes(n, k)
-        if core.isa() == "reference":
-            none = torch.zeros(0, dtype=torch.int32)
-            return cls(torch.zeros(n, k, dtype=torch.int8), torch.zeros(n), none, n, k)
-        blocks = round_up(n, BLOCK_N) // BLOCK_N
-        data = core.alloc(nbytes, resident=True)
-        outputs = blocks * BLOCK_N
-        codes, scales, sums = torch.split(data, [nbytes - 8 * outputs, 4 * outputs, 4 * outputs])
-        return cls(
-            codes.view(torch.int8).view(blocks, -1),
-            scales.view(torch.float32).view(blocks, BLOCK_N),
-            sums.view(torch.int32).view(blocks, BLOCK_N),
-            n,
-            k,
-        )
-
-    @property
-    def format(self) -> Int8:
-        return Int8()
+    format: Int8
 
     @property
     def is_plain(self) -> bool:
         return self.scales.ndim == 1
 
     def scratch(self, m: int) -> int:
-        """Return the bytes for the codes and scales of x; with few rows every thread quantises them for itself."""
-        if core.packs_per_thread(_LAYOUT.format, m):
+        """Return the bytes for the codes of x, and for a scale and a start of sums for every row and tile; with few
+        rows every thread quantises them for itself."""
+        format = self.format.layout.format
+        if core.packs_per_thread(format, m):
             return 0
-        rung = core.rung_of(_LAYOUT.format)
+        rung = core.rung_of(format)
         rows = round_up(m, TILE_ROWS) if rung == "amx" else m
         code_bytes = 2 if rung == "avx2" else 1
-        return rows * round_up(self.k, _TILE_K) * code_bytes + m * 4
+        return rows * round_up(self.k, _TILE_K) // _TILE_K * (_TILE_K * code_bytes + 8)
 
     def product(self, x: Tensor) -> Tensor:
-        return reference.product_int8(x, *self._plain())
+        return self.format.product(x, *self._plain())
 
     def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
         """Quantise rows[r, k] into weight[row : row + r]; the rest is unchanged.
@@ -153,10 +148,8 @@ class Int8Weight:
             )
 
     def part(self, row: int, n: int, step: int = 1) -> Int8Weight:
-        if self.is_plain:
-            return Int8Weight(self.codes[row : row + n], self.scales[row : row + n], self.sums, n, self.k)
-        chosen = chosen_blocks(row, n, step)
-        return Int8Weight(self.codes[chosen], self.scales[chosen], self.sums[chosen], n, self.k)
+        chosen = slice(row, row + n) if self.is_plain else chosen_blocks(row, n, step)
+        return replace(self, codes=self.codes[chosen], scales=self.scales[chosen], n=n)
 
     def unpack(self) -> Tensor:
         """Return the quantised weight[n, k] as float32."""
@@ -169,8 +162,8 @@ class Int8Weight:
             return self.codes, self.scales
         # [blocks, k / 64, halves of 16 outputs, quads of inputs, outputs, inputs of a quad]
         tiles = self.codes.view(self.codes.shape[0], -1, 2, 16, 16, 4)
-        codes = tiles.permute(0, 2, 4, 1, 3, 5).reshape(tiles.shape[0] * BLOCK_N, -1)
-        return codes[: self.n, : self.k].contiguous(), self.scales.flatten()[: self.n]
+        stored = tiles.permute(0, 2, 4, 1, 3, 5).reshape(tiles.shape[0] * BLOCK_N, -1)[: self.n, : self.k]
+        return (stored.to(torch.int16) - _ZERO).to(torch.int8), self.scales.flatten()[: self.n]
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         """Return rows [t, k] of the weight in bfloat16 for ids[t] int64; ids outside [first_row, first_row + n) give

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..contract import Contract
 from ..errors import KernelError
-from ..weight import BLOCK_N, Layout, chosen_blocks
+from ..weight import BLOCK_N, Layout, Operands, chosen_blocks
 from . import block_scaled
 from .checks import check_rectangle, check_sizes, packable
 
@@ -47,6 +47,7 @@ class OutputScaledFormat(ABC):
     scale_dtype: ClassVar[torch.dtype] = torch.float16
 
     activations = torch.bfloat16
+    operands: ClassVar[Operands] = "bf16"
     is_quantised = True
 
     @abstractmethod

@@ -2,12 +2,13 @@
 
 import torch
 
-from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Float, Format, Fp8, GroupInt8, Int4, Int8
+from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Float, Format, Fp8, GroupInt8, Int4, Int8, TokenInt8
 
 WEIGHT_FORMATS: dict[str, Format] = {
     "bfloat16": Float(torch.bfloat16),
     "float32": Float(torch.float32),
     "int8": Int8(),
+    "token-int8": TokenInt8(),
     "int4": Int4(128),
     "int4-g32": Int4(32),
     "fp8": Fp8(128, 128),

@@ -33,11 +33,12 @@ FORMAT_NAMES = (
     "bfloat16",
     "float32",
     "int8",
+    "token-int8",
     "int4",
     "int4-g32",
     "fp8",
-    "fp8-g128",
     "channel-fp8",
+    "fp8-g128",
     "block-int8",
     "group-int8",
 )

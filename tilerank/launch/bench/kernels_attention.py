@@ -23,7 +23,7 @@ from tilerank.kernels.latent import (
 )
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.packed_experts import PackedExperts
-from tilerank.parallel.cost import Work, operand_type
+from tilerank.parallel.cost import Work
 
 from .entry import Entry, cold_copies, replayed
 from .formats import WEIGHT_FORMATS
@@ -124,7 +124,7 @@ def _head_linear(heads: int, n: int, k: int, name: str) -> Entry:
     for weight in weights:
         weight.weight.write(rows)
     x = torch.randn(DECODE_BATCH, heads, k).to(form.activations)
-    work = Work(nbytes, **{operand_type(form): 2 * DECODE_BATCH * heads * n * k})
+    work = Work(nbytes, **{form.operands: 2 * DECODE_BATCH * heads * n * k})
     calls = replayed([partial(head_linear, x, weight) for weight in weights])
     return Entry("head linear", f"{heads} x {DECODE_BATCH} x {n}x{k}", work, calls, format=name)
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tilerank.kernels.moe import moe
 from tilerank.kernels.packed_experts import PackedExperts
-from tilerank.parallel.cost import Work, operand_type
+from tilerank.parallel.cost import Work
 
 from .entry import Entry, replayed
 from .formats import WEIGHT_FORMATS
@@ -44,7 +44,7 @@ def _experts(name: str, tokens: list[int]) -> Iterator[Entry]:
         routings = [((first + i * (EXPERTS // ROUTINGS)) % EXPERTS).to(torch.int32) for i in range(ROUTINGS)]
         weights = torch.full((m, TOP_K), 1 / TOP_K)
         chosen = len(set(first.flatten().tolist()))
-        work = Work(chosen * expert_bytes, **{operand_type(weight_format): 2 * m * TOP_K * 3 * WIDTH * HIDDEN})
+        work = Work(chosen * expert_bytes, **{weight_format.operands: 2 * m * TOP_K * 3 * WIDTH * HIDDEN})
         ours = replayed([partial(moe, x, gate_up, down, ids, weights) for ids in routings])
         theirs = [partial(loop_of_linears, x, plain_gate_up, plain_down, ids, weights) for ids in routings]
         in_torch = theirs if name == "bfloat16" else ()

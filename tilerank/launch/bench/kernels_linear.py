@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from tilerank.kernels.linear import linear
-from tilerank.parallel.cost import Work, operand_type
+from tilerank.parallel.cost import Work
 
 from .entry import Entry, cold_copies, replayed
 from .formats import WEIGHT_FORMATS
@@ -33,7 +33,7 @@ def _linear(name: str, n: int, k: int, ms: Sequence[int]) -> Iterator[Entry]:
         plain.clear()  # torch has no product with these formats
     for m in ms:
         x = torch.randn(m, k).to(weight_format.activations)
-        work = Work(weight_format.nbytes(n, k), **{operand_type(weight_format): 2 * m * n * k})
+        work = Work(weight_format.nbytes(n, k), **{weight_format.operands: 2 * m * n * k})
         ours = replayed([partial(linear, x, weight) for weight in packed])
         theirs = [partial(functional.linear, x, weight) for weight in plain]
         yield Entry("linear", f"{m} x {n} x {k}", work, ours, theirs, format=name)

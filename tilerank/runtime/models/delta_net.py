@@ -11,7 +11,7 @@ from torch import Tensor
 from tilerank.kernels.delta import causal_conv, delta_gating, delta_rule, delta_step, gated_norm
 from tilerank.kernels.state_slots import StateSlots
 from tilerank.kernels.weight_formats import Float
-from tilerank.parallel.cost import Cost, Work, operand_type
+from tilerank.parallel.cost import Cost, Work
 from tilerank.parallel.delta_projection import DeltaHeads, DeltaProjection
 from tilerank.parallel.linear import RowParallelLinear
 from tilerank.parallel.parameters import PlainParameter, WholeParameter
@@ -84,4 +84,4 @@ class GatedDeltaNet(Mixer[StateSlots]):
         """The products of the matrices S with k and q, and their updates."""
         held = self.held
         operations = 6 * held.value_heads * held.key_dim * held.value_dim
-        return Cost(token=Work(**{operand_type(Float(self._activations)): operations}))
+        return Cost(token=Work(**{Float(self._activations).operands: operations}))

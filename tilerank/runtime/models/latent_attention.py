@@ -14,7 +14,7 @@ from tilerank.kernels.kv_pages import MAX_HEAD_DIM
 from tilerank.kernels.latent import expanded_pages, latent_attention, load_latent, store_latent, weigh_part
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.weight_formats import Float
-from tilerank.parallel.cost import Cost, Work, context_split_pays, operand_type
+from tilerank.parallel.cost import Cost, Work, context_split_pays
 from tilerank.parallel.latent import AbsorbedHeads, ContextSplit, HeadColumnsLinear, JoinedLinear, cut_latent_heads
 from tilerank.parallel.linear import RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
@@ -215,7 +215,7 @@ class LatentAttention(Mixer[LatentPages]):
 
     def cost(self) -> Cost:
         heads = self.heads.size if self.context_part is None else self.cut.total / self.context_part.ranks
-        pairs = Cost(pair=Work(**{operand_type(Float(self._activations)): heads * self._operations}))
+        pairs = Cost(pair=Work(**{Float(self._activations).operands: heads * self._operations}))
         return super().cost() - self.expand.cost() + pairs  # that of the absorbed form, which has few rows
 
     def cost_of_caching(self) -> Cost:

@@ -18,7 +18,7 @@ constexpr int64_t kStreamAhead = 16 << 10;  // prefetch distance in bytes, for a
 static inline void prefetch_l2(const char* p) { asm volatile("prefetcht1 %0" ::"m"(*p)); }
 static inline void prefetch_write(const void* p) { asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p))); }
 
-// C += A * B on tiles: pairs of bf16 summed in fp32, or quads of int8 summed in int32.
+// C += A * B on tiles: pairs of bf16 summed in fp32, or quads of int8 with quads of uint8 summed in int32.
 struct Bf16Dot {
   template <int C, int A, int B>
   static void run() {

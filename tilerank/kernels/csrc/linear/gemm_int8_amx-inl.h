@@ -1,4 +1,4 @@
-// Products of quantised rows with an int8 weight in AMX tiles (no include guard).
+// Products of rows that are quantised with one scale each with an int8 weight in AMX tiles (no include guard).
 
 namespace tilerank::TR_RUNG {
 
@@ -20,24 +20,39 @@ struct FirstBlocks {
   }
 };
 
-// Quantises a row into tiles and prefetches `ahead` meanwhile. Returns the scale of the row.
+// The scale of a quantised row, and the products of its codes with -128, from which its sums start: codes of weights
+// are stored with 128 more.
+struct QuantisedRow {
+  float scale;
+  int32_t start;
+};
+
+// Quantises a row into tiles and prefetches `ahead` meanwhile.
 template <class T>
-static inline float quantise_into(const T* from, int64_t k, const PackedRows& to, int64_t row_tile, int64_t r,
-                                  FirstBlocks& ahead) {
-  return quantise_row(from, k, [&](int64_t t) {
-    ahead.fetch();
+static inline QuantisedRow quantise_into(const T* from, int64_t k, const PackedRows& to, int64_t row_tile, int64_t r,
+                                         FirstBlocks& ahead) {
+  const auto codes_at = [&](int64_t t) {
     return reinterpret_cast<int8_t*>(to.tiles(t / to.panel, row_tile) + t % to.panel * kTileBytes + r * 64);
+  };
+  const float scale = quantise_row(from, k, [&](int64_t t) {
+    ahead.fetch();
+    return codes_at(t);
   });
+  int32_t start = 0;
+  for (int64_t t = 0; t < to.k_tiles; ++t) start += start_of(codes_at(t), kInt8Zero);
+  return {scale, start};
 }
 
-// How the exact sums of a block become values: by the scale of the row and those of the outputs.
+// How the sums of a block become values: by the scale of the row and those of the outputs.
 struct Int8Scaling {
-  const float *row_scales, *scales;
+  const QuantisedRow* rows;
+  const float* scales;
 
   Vec32 values(const float* sums, int64_t step, int64_t row, int64_t block) const {
     Vec32 to;
     for (int v = 0; v < 2; ++v) {
-      to[v] = scaled(load_ints(sums + v * step), row_scales[row], scales + block * kBlockN + v * kLanes);
+      const Ints exact = add(load_ints(sums + v * step), words(rows[row].start));
+      to[v] = scaled(exact, rows[row].scale, scales + block * kBlockN + v * kLanes);
     }
     return to;
   }

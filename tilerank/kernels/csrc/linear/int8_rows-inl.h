@@ -5,8 +5,9 @@ namespace tilerank::TR_RUNG {
 
 // x ~ code * scale with code = round(x * inverse), ties to even, rounded once.
 struct Quantiser {
-  float scale, inverse;
+  float scale = 0.0f, inverse = 0.0f;
 
+  Quantiser() = default;
   // largest_bits: the bits of the row's largest magnitude. Without the sign, floats order like their bits as integers,
   // with infinity and NaN last. A row below 2^-100 becomes zeros, because the inverse must be finite. A row with an
   // infinity or NaN gets the scale NaN and so becomes NaN as a whole.
@@ -72,22 +73,31 @@ static inline void store_codes(int8_t* to, const bf16* x, int64_t n, Vec inverse
 }
 #endif
 
+// The same for a row that may not be finite: its codes are zeros.
+template <class T>
+static inline void store_codes(int8_t* to, const T* x, int64_t n, const Quantiser& by) {
+  if (by.finite()) {
+    store_codes(to, x, n, set(by.inverse));
+  } else {
+    std::memset(to, 0, 64);
+  }
+}
+
 // Quantises x[0..k), padded with zeros to a multiple of 64. to(t) returns where codes 64 t to 64 t + 63 go. Returns the
 // scale.
 template <class T, class To>
 static inline float quantise_row(const T* x, int64_t k, const To& to) {
   const Quantiser quantiser(largest_bits(x, k));
-  const Vec inverse = set(quantiser.inverse);
-  for (int64_t i = 0; i < k; i += 64) {
-    int8_t* const codes = to(i / 64);
-    if (quantiser.finite()) {
-      store_codes(codes, x + i, std::min<int64_t>(64, k - i), inverse);
-    } else {
-      std::memset(codes, 0, 64);
-    }
-  }
+  for (int64_t i = 0; i < k; i += 64) store_codes(to(i / 64), x + i, std::min<int64_t>(64, k - i), quantiser);
   return quantiser.scale;
 }
+
+#ifdef TR_AVX512
+// Returns the products of 64 codes with -zero.
+static inline int32_t start_of(const int8_t* codes, int zero) {
+  return -sum_of_words(add_dot(Ints{}, bytes(zero), load_ints(codes)));
+}
+#endif
 
 // Returns sums * row_scale * scales, multiplied in the same order on every rung, so that all rungs give equal bits.
 static inline Vec scaled(Ints sums, float row_scale, const float* scales) {

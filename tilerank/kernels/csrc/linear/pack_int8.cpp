@@ -19,7 +19,7 @@ namespace tilerank::TR_RUNG {
 constexpr int64_t kQuadStride = 64;
 
 // Returns the first quad of output n for inputs from 64 t on.
-static inline int8_t* quads_of(int8_t* block, int64_t n, int64_t t) {
+static inline uint8_t* quads_of(uint8_t* block, int64_t n, int64_t t) {
   return block + t * kInt8BlockStep + n % kBlockN / 16 * 1024 + n % 16 * 4;
 }
 
@@ -27,17 +27,15 @@ static inline int8_t* quads_of(int8_t* block, int64_t n, int64_t t) {
 // t on.
 template <class CodesAt>
 static void put_output(const Int8Weight& w, int64_t n, int64_t k, float scale, const CodesAt& codes_at) {
-  const int64_t block = n / kBlockN, output = n % kBlockN;
-  int32_t sum = 0;
+  const int64_t block = n / kBlockN;
   for (int64_t t = 0; t < blocks(k, kInt8TileK); ++t) {
     alignas(64) int8_t chunk[kInt8TileK] = {};
     codes_at(chunk, t);
-    int8_t* const to = quads_of(w.codes.row<int8_t>(block), n, t);
-    for (int64_t quad = 0; quad < 16; ++quad) std::memcpy(to + quad * kQuadStride, chunk + quad * 4, 4);
-    for (const int8_t code : chunk) sum += code;
+    uint8_t* const to = quads_of(w.codes.row<uint8_t>(block), n, t);
+    for (int64_t i = 0; i < kInt8TileK; ++i)
+      to[i / 4 * kQuadStride + i % 4] = static_cast<uint8_t>(chunk[i] + kInt8Zero);
   }
-  w.scales.row<float>(block)[output] = scale;
-  w.sums.row<int32_t>(block)[output] = sum;
+  w.scales.row<float>(block)[n % kBlockN] = scale;
 }
 
 template <class T>
@@ -51,7 +49,7 @@ static void quantise_and_pack(const Int8Weight& w, const Tensor& rows, int64_t f
     const Quantiser quantiser(largest_bits(values, k));
     put_output(w, first + row, k, quantiser.scale, [&](int8_t* chunk, int64_t t) {
       const int64_t i = t * kInt8TileK;
-      if (quantiser.finite()) store_codes(chunk, values + i, std::min(kInt8TileK, k - i), set(quantiser.inverse));
+      store_codes(chunk, values + i, std::min(kInt8TileK, k - i), quantiser);
     });
   }
 }
@@ -87,12 +85,12 @@ TR_ENTRY(embedding_int8, Team& team, const Tensor& ids, const Int8Weight& w, int
       std::memset(to + begin, 0, static_cast<size_t>(end - begin) * sizeof(bf16));
       continue;
     }
-    int8_t* const block = w.codes.row<int8_t>(row / kBlockN);
+    uint8_t* const block = w.codes.row<uint8_t>(row / kBlockN);
     const Vec scale = set(w.scales.row<const float>(row / kBlockN)[row % kBlockN]);
     for (int64_t i = begin; i < end; i += 64) {
-      const int8_t* const quads = quads_of(block, row, i / 64);
+      const uint8_t* const quads = quads_of(block, row, i / 64);
       float values[64];
-      for (int64_t j = 0; j < 64; ++j) values[j] = static_cast<float>(quads[j / 4 * kQuadStride + j % 4]);
+      for (int64_t j = 0; j < 64; ++j) values[j] = static_cast<float>(quads[j / 4 * kQuadStride + j % 4] - kInt8Zero);
       for (int64_t j = 0; j < std::min<int64_t>(64, end - i); j += kLanes) {
         store(to + i + j, load(values + j) * scale, std::min<int64_t>(kLanes, end - i - j));
       }

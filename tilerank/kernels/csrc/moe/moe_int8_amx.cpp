@@ -1,7 +1,10 @@
 // Fused MoE with int8 weights in AMX tiles. x is quantised, and so is silu(gate) * up, which is kept in fp32 before.
 #ifndef TR_RUNG
 #include <array>
+#include <type_traits>
+#include <utility>
 
+#include "core/cpu.h"
 #include "moe/experts.h"
 #include "linear/int8.h"
 #define TR_ONLY_AMX
@@ -15,11 +18,14 @@
 #include "linear/int8_rows-inl.h"
 #include "linear/stream_amx-inl.h"
 #include "linear/gemm_int8_amx-inl.h"
+#include "linear/gemm_int8-inl.h"
+#include "linear/int8_stripes-inl.h"
+#include "linear/int8_tiles_amx-inl.h"
 
 namespace tilerank::TR_RUNG {
 
-// Rows are quantised and multiplied a stripe at a time. memory: row scales, sums and codes of a stripe.
-class Int8TileProduct {
+// Rows are quantised and multiplied a stripe at a time. memory: QuantisedRows, sums and codes of a stripe.
+class TokenInt8TileProduct {
  public:
   using Weight = Int8Weight;
   using Input = bf16;
@@ -28,7 +34,7 @@ class Int8TileProduct {
   static constexpr int64_t kMemoryBoundRows = 192;
 
   static size_t bytes(const ExpertsArgs<Weight>& a) { return std::max(bytes(a.hidden), bytes(a.width)); }
-  Int8TileProduct(const ExpertsArgs<Weight>&, char* memory) : memory_(memory) {}
+  TokenInt8TileProduct(const ExpertsArgs<Weight>&, char* memory) : memory_(memory) {}
 
   template <int kParts, class Row, class To>
   void multiply(const Weight& w, int64_t k, int64_t rows, Range own, const Row& row, const To& to) const {
@@ -36,7 +42,8 @@ class Int8TileProduct {
     const char* const codes = w.codes.as<const char>();
     const float* const scales = w.scales.as<const float>();
     const Blocking blocking = Blocking::of(blocks(rows, kTileRows), k_tiles);
-    float *const row_scales = reinterpret_cast<float*>(memory_), *const sums = row_scales + blocking.stripe * kTileRows;
+    QuantisedRow* const quantised = reinterpret_cast<QuantisedRow*>(memory_);
+    float* const sums = reinterpret_cast<float*>(quantised + blocking.stripe * kTileRows);
     char* const row_codes = reinterpret_cast<char*>(sums + sums_of(k_tiles, blocking));
     const bool few = rows <= kTileRows;
     for (int64_t first = 0; first < rows; first += blocking.stripe * kTileRows) {
@@ -44,10 +51,10 @@ class Int8TileProduct {
       const PackedRows packed{row_codes, blocks(m, kTileRows), k_tiles, few ? k_tiles : blocking.panel};
       FirstBlocks ahead(codes, {own.begin * kParts, own.end * kParts}, k_tiles * kInt8BlockStep);
       for (int64_t i = 0; i < m; ++i) {
-        row_scales[i] = quantise_into(row(first + i), k, packed, i / kTileRows, i % kTileRows, ahead);
+        quantised[i] = quantise_into(row(first + i), k, packed, i / kTileRows, i % kTileRows, ahead);
       }
       const To destination = to.from(first);
-      const ProductFinish<kParts, To, Int8Scaling> finish{destination, {row_scales, scales}};
+      const ProductFinish<kParts, To, Int8Scaling> finish{destination, {quantised, scales}};
       if (few) return stream_results<kParts>(packed, m, codes, own, finish);
       const Tiles tiles(panel_tiles(kTileRows));
       multiply_stripe<Int8Dot, kParts>(packed, {0, packed.row_tiles}, codes, own, blocking, m, sums, finish);
@@ -61,7 +68,8 @@ class Int8TileProduct {
     const Blocking tall = Blocking::of(int64_t{1} << 30, k_tiles), flat = Blocking::of(1, k_tiles);
     const int64_t stripe = std::max(tall.stripe, flat.stripe);
     const int64_t sums = std::max(sums_of(k_tiles, tall), sums_of(k_tiles, flat));
-    return static_cast<size_t>(stripe * kTileRows * 4 + sums * 4 + stripe * k_tiles * kTileBytes);
+    return static_cast<size_t>(stripe * kTileRows) * sizeof(QuantisedRow) +
+           static_cast<size_t>(sums * 4 + stripe * k_tiles * kTileBytes);
   }
   static int64_t sums_of(int64_t k_tiles, const Blocking& blocking) {
     const PackedRows rows{nullptr, 0, k_tiles, blocking.panel};
@@ -71,7 +79,60 @@ class Int8TileProduct {
   char* const memory_;
 };
 
-TR_MOE(int8, Int8Weight, RowExperts<Int8TileProduct>)
+TR_MOE(token_int8, Int8Weight, RowExperts<TokenInt8TileProduct>)
+
+// Rows are quantised in steps and multiplied a stripe at a time; at most 16 rows in vectors. memory: working memory,
+// then the codes of a stripe.
+template <class Form>
+class Int8TileProduct {
+  using Few = Int8Stripe<Form>;
+  using Many = Int8Tiles<Form>;
+
+ public:
+  using Weight = typename Form::Weight;
+  using Input = bf16;
+  using Middle = float;
+  using Rounds = float;
+  static constexpr int64_t kMemoryBoundRows = 96;
+
+  static size_t bytes(const ExpertsArgs<Weight>& a) {
+    const int64_t k = std::max(a.hidden, a.width);
+    return std::max(Few::kTotalsBytes + static_cast<size_t>(kTileRows * Few::row_bytes(k)),
+                    Many::kWorking + Many::bytes(kStripeRows, k));
+  }
+  Int8TileProduct(const ExpertsArgs<Weight>&, char* memory) : memory_(memory) {}
+
+  template <int kParts, class Row, class To>
+  void multiply(const Weight& w, int64_t k, int64_t rows, Range own, const Row& row, const To& to) const {
+    if (rows <= kTileRows) return multiply_few<kParts>(w, k, rows, own, row, to);
+    const Tiles tiles(Many::shapes());
+    for (int64_t first = 0; first < rows; first += kStripeRows) {
+      const int64_t m = std::min(kStripeRows, rows - first);
+      const Many stripe(memory_ + Many::kWorking, m, k);
+      for (int64_t i = 0; i < m; ++i) stripe.put(row(first + i), k, i);
+      const To destination = to.from(first);
+      const ProductFinish<kParts, To, TotalScaling<Form> > finish{destination, {w}};
+      stripe.template multiply<kParts>({0, stripe.packed.row_tiles}, m, w, own, memory_, finish);
+    }
+  }
+
+ private:
+  static constexpr int64_t kStripeRows = Many::kStripe * kTileRows;
+
+  template <int kParts, class Row, class To>
+  void multiply_few(const Weight& w, int64_t k, int64_t rows, Range own, const Row& row, const To& to) const {
+    const Few few{memory_ + Few::kTotalsBytes, rows, k};
+    few.put({0, rows}, row);
+    for (int64_t result = own.begin; result < own.end; ++result) {
+      few.multiply(w, result * kParts, kParts, memory_,
+                   [&](int64_t i, const Vec32& values, const Vec32& up) { to.write(i, result, values, up); });
+    }
+  }
+
+  char* const memory_;
+};
+
+TR_MOE(int8, Int8Weight, RowExperts<Int8TileProduct<Int8Form> >)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -11,7 +11,8 @@
 //   tile_load_block<T>(p), tile_load_block_stream<T>(p), tile_store_block<T>(p)
 //                                         the same for a tile of 16 rows of 64 bytes that lie one after the other
 //   tile_dot_bf16<C, A, B>()              C[m][n] += sum over k, i < 2 of A[m][2 k + i] * B[k][2 n + i], in fp32
-//   tile_dot_int8<C, A, B>()              C[m][n] += sum over k, i < 4 of A[m][4 k + i] * B[k][4 n + i], in int32
+//   tile_dot_int8<C, A, B>()              C[m][n] += sum over k, i < 4 of A[m][4 k + i] * B[k][4 n + i], in int32; the
+//                                         bytes of A are signed, those of B are not
 //
 // The *_block and *_rows forms tell the compiler which memory they access, so that it can keep other values in
 // registers: use them in loops that mix tiles and vectors. The other forms are barriers for all memory accesses.

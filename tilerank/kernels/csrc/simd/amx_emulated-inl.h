@@ -1,6 +1,6 @@
 // The tiles of amx-inl.h in AVX-512, for tests on CPUs without AMX (TILERANK_EMULATE_AMX=1 in setup.py's environment).
 //
-// Values and bits follow the pseudocode of ldtilecfg, tileloadd, tilestored, tdpbf16ps and tdpbssd in Intel's Software
+// Values and bits follow the pseudocode of ldtilecfg, tileloadd, tilestored, tdpbf16ps and tdpbsud in Intel's Software
 // Developer's Manual, volume 2. Where an instruction would fault, these functions throw Error.
 #pragma once
 
@@ -144,22 +144,18 @@ static inline void tile_dot_bf16() {
   _mm_setcsr(before);
 }
 
-// vpdpbusd multiplies unsigned by signed bytes: x * y = (x + 128) * y - 128 * y, modulo 2^32.
 template <int C, int A, int B>
 static inline void tile_dot_int8() {
   expect_product(C, A, B);
   const auto& tiles = tile_file.data;
-  const __m512i offset = _mm512_set1_epi8(-128);
   for (int m = 0; m < tile_file.config.rows[C]; ++m) {
-    __m512i shifted = _mm512_load_si512(tiles[C][m]), excess = _mm512_setzero_si512();
+    __m512i sums = _mm512_load_si512(tiles[C][m]);
     for (int k = 0; k < tile_file.config.rows[B]; ++k) {
       int four;
       std::memcpy(&four, tiles[A][m] + 4 * k, 4);
-      const __m512i x = _mm512_xor_si512(_mm512_set1_epi32(four), offset), y = _mm512_load_si512(tiles[B][k]);
-      shifted = _mm512_dpbusd_epi32(shifted, x, y);
-      excess = _mm512_dpbusd_epi32(excess, offset, y);
+      sums = _mm512_dpbusd_epi32(sums, _mm512_load_si512(tiles[B][k]), _mm512_set1_epi32(four));
     }
-    _mm512_store_si512(tile_file.data[C][m], _mm512_sub_epi32(shifted, excess));
+    _mm512_store_si512(tile_file.data[C][m], sums);
   }
 }
 

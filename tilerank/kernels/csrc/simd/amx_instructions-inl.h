@@ -58,7 +58,7 @@ static inline void tile_dot_bf16() {
 }
 template <int C, int A, int B>
 static inline void tile_dot_int8() {
-  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 }  // namespace tilerank::TR_RUNG

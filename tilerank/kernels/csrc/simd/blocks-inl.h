@@ -78,9 +78,9 @@ static inline Ints bytes_of_halves(Ints low, Ints high) { return even_parts_firs
 static inline void store_low_bytes(int8_t* p, Ints x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
-static inline Ints differ(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 // sum += the products of unsigned bytes of x and signed bytes of y, four in each word; it may wrap around.
 static inline Ints add_dot(Ints sum, Ints x, Ints y) { return _mm512_dpbusd_epi32(sum, x, y); }
+static inline int32_t sum_of_words(Ints x) { return _mm512_reduce_add_epi32(x); }
 // Writes the first n words.
 static inline void store(void* p, Ints x, int64_t n) { _mm512_mask_storeu_epi32(p, first_lanes(n), x); }
 static inline void store(void* p, Ints x) { _mm512_storeu_si512(p, x); }

@@ -1,0 +1,176 @@
+// Products of rows that are quantised to int8 with packed weights in vectors, compiled once per rung (no include guard;
+// include after the forms of products, gemm_int8-inl.h). A form says what a step of the products is: its inputs, how
+// codes are stored and multiplied, and how their sums are scaled.
+
+namespace tilerank::TR_RUNG {
+
+// The micro-kernels. exact[R][kInt8VecsAtOnce] = one step of R rows x kInt8VecsAtOnce vectors of outputs.
+template <class Form, int R>
+[[gnu::noinline]] static void multiply_int8_step(const char* x, const char* weight, Int8Prefetch ahead, Ints* exact) {
+  Ints sums[R][kInt8VecsAtOnce] = {};
+  start_sums<R>(x + R * Form::kRowCodes, sums);
+  Form::template dot<R>(x, weight, ahead, sums);
+  for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
+    exact[r * kInt8VecsAtOnce] = sums[r][0];
+    exact[r * kInt8VecsAtOnce + 1] = sums[r][1];
+  });
+}
+
+// totals[R][kInt8Vecs] += `steps` steps, from `first` on, of R rows x half `half` of the vectors of a block.
+template <class Form, int R>
+[[gnu::noinline]] static void multiply_int8_tile(const char* x, const typename Form::Block& block, int64_t first,
+                                                 int64_t steps, int half, Int8Prefetch ahead, Vec* totals) {
+  const char* weight = block.codes + first * Form::kWeightBytes + half * Form::kHalfBytes;
+  Ints exact[R * kInt8VecsAtOnce];
+  for (int64_t step = first; step < first + steps; ++step, weight += Form::kWeightBytes) {
+    multiply_int8_step<Form, R>(x, weight, ahead, exact);
+    ahead.at += ahead.step * (Form::kWeightBytes / 128);
+    const char* const starts = x + R * Form::kRowCodes;
+    const auto by = block.step(step, half);
+    for (int r = 0; r < R; ++r) {
+      const char* const start = starts + r * sizeof(int32_t);
+      const Vec scale = set(load_float(start + R * sizeof(int32_t)));
+      Vec* const to = totals + r * kInt8Vecs;
+      to[0] = by.add(0, exact[r * kInt8VecsAtOnce], start, scale, to[0]);
+      to[1] = by.add(1, exact[r * kInt8VecsAtOnce + 1], start, scale, to[1]);
+    }
+    x = starts + R * (sizeof(int32_t) + sizeof(float));
+  }
+}
+template <class Form, int R>
+[[gnu::noinline]] static void multiply_int8_tile(const char* x, const typename Form::Block& block, int64_t first,
+                                                 int64_t steps, int half, Int8Prefetch ahead, Ints* totals) {
+  const char* weight = block.codes + first * Form::kWeightBytes + half * Form::kHalfBytes;
+  Ints sums[R][kInt8VecsAtOnce] = {};
+  if (first == 0) start_sums<R>(x + R * Form::kRowCodes, sums);
+  for (int64_t step = 0; step < steps; ++step, weight += Form::kWeightBytes) {
+    Form::template dot<R>(x, weight, ahead, sums);
+    x += R * (Form::kRowCodes + sizeof(int32_t) + sizeof(float));
+  }
+  for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
+    Ints* const to = totals + r * kInt8Vecs;
+    to[0] = add(to[0], sums[r][0]);
+    to[1] = add(to[1], sums[r][1]);
+  });
+}
+
+template <class Form, int R>
+static inline void multiply_int8_rows(int64_t rows, const char* x, const typename Form::Block& block, int64_t first,
+                                      int64_t steps, int half, Int8Prefetch ahead, typename Form::Sum* totals) {
+  if constexpr (R > 0) {
+    if (rows == R) return multiply_int8_tile<Form, R>(x, block, first, steps, half, ahead, totals);
+    multiply_int8_rows<Form, R - 1>(rows, x, block, first, steps, half, ahead, totals);
+  }
+}
+
+// Quantised rows that are multiplied with one block of the weight before the next, in tiles of about equal size:
+// [tile][steps], where a step is stored as above.
+template <class Form>
+struct Int8Stripe {
+  using Weight = typename Form::Weight;
+  using Block = typename Form::Block;
+  using Sum = typename Form::Sum;
+  char* codes;
+  int64_t rows, k;
+
+  static constexpr int64_t kMostRows = 20 * kInt8Rows;
+  static constexpr int64_t kStepBytes = Form::kRowCodes + sizeof(int32_t) + sizeof(float);  // of a row
+  static constexpr size_t kTotalsBytes = 2 * kMostRows * kInt8Vecs * sizeof(Sum);           // of two blocks
+
+  static int64_t row_bytes(int64_t k) { return blocks(k, Form::kInputs) * kStepBytes; }
+
+  int64_t tiles() const { return blocks(rows, kInt8Rows); }
+  int64_t first_row(int64_t tile) const { return rows * tile / tiles(); }
+  int64_t rows_of(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
+  char* tile_at(int64_t tile) const { return codes + first_row(tile) * row_bytes(k); }
+
+  // Quantises the rows `own`; input(row) points to the k inputs of a row.
+  template <class Input>
+  void put(Range own, const Input& input) const {
+    for (int64_t tile = 0; tile < tiles(); ++tile) {
+      const int64_t first = first_row(tile);
+      const Range some{std::max(own.begin, first), std::min(own.end, first_row(tile + 1))};
+      if (some.begin < some.end) put_some(tile, some, input);
+    }
+  }
+
+  // totals[rows][kInt8Vecs] = the rows x a block. All tiles of rows are multiplied with one panel of the block, which
+  // stays in the L1 cache, while the next panel is prefetched.
+  void multiply(const Block& block, Sum* totals) const {
+    std::fill_n(totals, rows * kInt8Vecs, Sum{});
+    const int64_t count = tiles(), steps = blocks(k, Form::kInputs);
+    // 16 KiB, or 8: with few rows, L1 also holds what is prefetched
+    const int64_t panel = (count > 4 ? 16 << 10 : 8 << 10) / Form::kWeightBytes;
+    for (int64_t first = 0; first < steps; first += panel) {
+      const int64_t wide = std::min(panel, steps - first), bytes = wide * Form::kWeightBytes;
+      for (int64_t tile = 0; tile < count; ++tile) {
+        const int64_t own = rows_of(tile);
+        const char* const x = tile_at(tile) + first * own * kStepBytes;
+        const int64_t distance = count == 1 && own <= kInt8RowsInOrder && follows_streams() ? 0 : bytes;
+        const char* const next = block.codes + first * Form::kWeightBytes + distance + bytes * tile / count;
+        Sum* const to = totals + first_row(tile) * kInt8Vecs;
+        for (int half = 0; half < kInt8Vecs / kInt8VecsAtOnce; ++half) {
+          multiply_int8_rows<Form, kInt8Rows>(own, x, block, first, wide, half, {next, 128 / count},
+                                              to + half * kInt8VecsAtOnce);
+        }
+      }
+    }
+  }
+
+  // Computes a result of all rows from `parts` blocks (1 or 2) of a weight, from `block` on. emit(row, values, last)
+  // receives the products of a row with the first and the last of them. memory: kTotalsBytes
+  template <class Emit>
+  void multiply(const Weight& w, int64_t block, int64_t parts, char* memory, const Emit& emit) const {
+    Sum *const totals = reinterpret_cast<Sum*>(memory), *const last_totals =
+                                                            totals + (parts - 1) * kMostRows * kInt8Vecs;
+    const Block first(w, block), last(w, block + parts - 1);
+    multiply(first, totals);
+    if (parts == 2) multiply(last, last_totals);
+    for (int64_t tile = 0; tile < tiles(); ++tile) {
+      const int64_t begin = first_row(tile), count = rows_of(tile);
+      const char* const scales = tile_at(tile) + count * (Form::kRowCodes + sizeof(int32_t));
+      for (int64_t row = begin; row < begin + count; ++row) {
+        const auto values = [&](const Block& of, const Sum* sums) {
+          Vec32 to;
+          for (int v = 0; v < kInt8Vecs; ++v) {
+            to[v] = of.value(v, sums[row * kInt8Vecs + v], load_float(scales + (row - begin) * sizeof(float)));
+          }
+          return to;
+        };
+        const Vec32 gate = values(first, totals);
+        emit(row, gate, parts == 2 ? values(last, last_totals) : gate);
+      }
+    }
+  }
+
+ private:
+  // Quantises rows of one tile.
+  template <class Input>
+  void put_some(int64_t tile, Range own, const Input& input) const {
+    const int64_t count = rows_of(tile), at = own.begin - first_row(tile), some = own.end - own.begin;
+    Quantiser quantisers[kInt8Rows];
+    const auto quantise = [&](int64_t i, int64_t inputs) {
+      for (int64_t r = 0; r < some; ++r) quantisers[r] = Quantiser(largest_bits(input(own.begin + r) + i, inputs));
+    };
+    if (!Form::kGrouped) quantise(0, k);
+    alignas(64) int8_t codes[kInt8Rows][kInt8TileK] = {};
+    char* to = tile_at(tile);
+    int32_t* const first_starts = reinterpret_cast<int32_t*>(to + count * Form::kRowCodes) + at;
+    for (int64_t i = 0; i < k; i += Form::kInputs, to += count * kStepBytes) {
+      const int64_t inputs = std::min(Form::kInputs, k - i);
+      if (Form::kGrouped) quantise(i, inputs);
+      int32_t* const starts = reinterpret_cast<int32_t*>(to + count * Form::kRowCodes) + at;
+      float* const scales = reinterpret_cast<float*>(starts + count);
+      for (int64_t r = 0; r < some; ++r) {
+        store_codes(codes[r], input(own.begin + r) + i, inputs, quantisers[r]);
+        scales[r] = quantisers[r].scale;
+      }
+      constexpr int64_t kQuad = Form::kRowCodes * 4 / Form::kInputs;  // bytes of a quad
+      Form::pack(to + at * kQuad, count * kQuad, codes, some, starts);
+      if (Form::kGrouped || i == 0) continue;
+      for (int64_t r = 0; r < some; ++r) first_starts[r] += starts[r];
+    }
+  }
+};
+
+}  // namespace tilerank::TR_RUNG
