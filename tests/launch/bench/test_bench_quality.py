@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,21 +115,27 @@ def test_sums_by_hand(tmp_path: Path) -> None:
     assert quality.row_of("int8", 2, sums, None)["mean_kl"] is None
 
 
-def test_bench_quality_finds_the_perplexity_of_transformers(tmp_path: Path) -> None:
+def rows_of(tmp_path: Path, *options: object) -> list[dict[str, Any]]:
+    """Return the rows of `bench quality` on the texts of the demo model."""
     file = tmp_path / "rows.json"
-    options = ("--tokens", DEMO / "eval_tokens.json", "--ranks", "2,1", "--formats", "float32,bfloat16+int8-kv,int8")
-    result = run("bench", "quality", DEMO, *options, "--json", file)
+    result = run("bench", "quality", DEMO, "--tokens", DEMO / "eval_tokens.json", *options, "--json", file)
     assert (result.status, result.errors) == (0, []), result.err
+    found: list[dict[str, Any]] = json.loads(file.read_text())
+    return found
+
+
+def test_bench_quality_finds_the_perplexity_of_transformers(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path, "--formats", "float32", "--ranks", 1)
     known = json.loads((DEMO / "eval_tokens.json").read_text())
-    rows = {(row["format"], row["tp"]): row for row in json.loads(file.read_text())}
-    assert list(rows) == [(name, tp) for name in ("float32", "bfloat16+int8-kv", "int8") for tp in (2, 1)]
-    assert rows["float32", 2]["perplexity"] == pytest.approx(known["fp32_perplexity"], rel=1e-4)
-    assert rows["float32", 2]["mean_kl"] is None
-    again = rows["float32", 1]
-    assert abs(again["mean_kl"]) < 1e-6 and again["same_top_1"] > 0.999
-    cache, int8 = rows["bfloat16+int8-kv", 1], rows["int8", 1]
-    assert cache["perplexity"] == pytest.approx(known["bf16_perplexity"], rel=4e-3)
-    assert again["mean_kl"] < cache["mean_kl"] < int8["mean_kl"] < 0.1
-    assert again["tokens"] == sum(len(ids) - 1 for ids in known["sequences"])
-    # Projections and the tied table of 8 bits, and a scale and a sum of each of 6,144 rows.
-    assert 8 < int8["bits_per_weight"] < 8.6 and 16 < cache["bits_per_weight"] < 17
+    assert row["perplexity"] == pytest.approx(known["fp32_perplexity"], rel=1e-4) and row["mean_kl"] is None
+    assert row["tokens"] == sum(len(ids) - 1 for ids in known["sequences"])
+
+
+def test_bench_quality_compares_formats_and_caches_with_fp32(tmp_path: Path) -> None:
+    single, int8 = rows_of(tmp_path, "--formats", "int8+int8-kv", "--ranks", 1, "--limit", 4)
+    assert [row["format"] for row in (single, int8)] == ["float32", "int8+int8-kv"]
+    assert single["mean_kl"] is None and single["tokens"] == int8["tokens"] == 4 * 255
+    assert int8["perplexity_increase"] == int8["perplexity"] / single["perplexity"] - 1
+    assert 0 < int8["mean_kl"] < 0.1 and 0.9 < int8["same_top_1"] < 1
+    # Projections and the tied table of 8 bits, a scale and a sum of each row, and padding.
+    assert 8 < int8["bits_per_weight"] < 9.5
