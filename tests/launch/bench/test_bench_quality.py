@@ -137,5 +137,5 @@ def test_bench_quality_compares_formats_and_caches_with_fp32(tmp_path: Path) -> 
     assert single["mean_kl"] is None and single["tokens"] == int8["tokens"] == 4 * 255
     assert int8["perplexity_increase"] == int8["perplexity"] / single["perplexity"] - 1
     assert 0 < int8["mean_kl"] < 0.1 and 0.9 < int8["same_top_1"] < 1
-    # Projections and the tied table of 8 bits, a scale and a sum of each row, and padding.
+    # Projections and the tied table of 8 bits, a scale of each row, and padding.
     assert 8 < int8["bits_per_weight"] < 9.5

@@ -40,16 +40,16 @@ def test_a_mixture_with_dense_layers_shows_both_widths(tmp_path: Path) -> None:
     assert [span.size for span in cuts["expert width"].spans] == [32] * 3
 
 
-def test_int8_is_a_byte_a_weight_and_a_scale_and_a_sum_a_row(tmp_path: Path) -> None:
+def test_int8_is_a_byte_a_weight_and_a_scale_a_row(tmp_path: Path) -> None:
     """Projections and head; the embedding table and norms stay bf16."""
     plan = plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, quantization=Quantization("int8"))
     rows = 48 * ((32 + 2 * 4) * 128 + 2048 + 2 * 6144 + 2048) + 151936
     table = 151936 * 2048
     assert plan.parameters == PARAMETERS
-    assert plan.memory.weights == (PARAMETERS - NORMS - table) + 8 * rows + 2 * (NORMS + table + ROPE)
+    assert plan.memory.weights == (PARAMETERS - NORMS - table) + 4 * rows + 2 * (NORMS + table + ROPE)
     assert (plan.dtype, plan.quantization) == ("bfloat16", "int8")
     assert plan.bits_per_weight == 8 * plan.memory.weights / PARAMETERS
-    assert "3.34 billion parameters, int8, 8.79 bits a weight, 1 rank" in render(plan)
+    assert "3.34 billion parameters, int8, 8.78 bits a weight, 1 rank" in render(plan)
 
 
 def test_an_int8_cache_is_a_byte_a_value_and_a_scale_a_token(tmp_path: Path) -> None:
