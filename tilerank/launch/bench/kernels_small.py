@@ -98,11 +98,21 @@ def of_logits(rows: int) -> Iterator[Entry]:
         sample = partial(ops.sample, logits, temperature, top_k, top_p, min_p, uniform)
         yield Entry("sample", f"{shape}, top {k}" if k else shape, work, [sample], format="float32")
 
-    starts, ids = _int32(range(0, 4096 * (rows + 1), 4096)), _int32(range(0, VOCABULARY, 37))[:4096].repeat(rows)
-    numbers = torch.tensor([0.0, 1.0, 0.0]).repeat(4096 * rows, 1)
-    masks = torch.full((1, VOCABULARY // 8), 0x55, dtype=torch.uint8)
+    ids = _int32(range(0, VOCABULARY, 37))[:4096]
+    starts, numbers = torch.arange(rows + 1, dtype=torch.int32) * len(ids), torch.tensor([0.0, 1.0, 0.0])
+    masks = torch.full((1, -(-VOCABULARY // 8)), 0x55, dtype=torch.uint8)
     none, every = _int32([0] * (rows + 1)), _int32([0] * rows)
-    edit = partial(ops.edit_logits_, logits, starts, ids, numbers, every, masks, none, none[:0])
+    edit = partial(
+        ops.edit_logits_,
+        logits,
+        starts,
+        ids.repeat(rows),
+        numbers.repeat(len(ids) * rows, 1),
+        every,
+        masks,
+        none,
+        none[:0],
+    )
     yield Entry("edit_logits_", shape, Work(updated=2 * logits.nbytes), [edit], format="float32")
     score = partial(ops.log_probs, logits, torch.arange(rows), torch.zeros(rows, dtype=torch.int64), 5)
     yield Entry("log_probs", shape, work, [score], format="float32")
