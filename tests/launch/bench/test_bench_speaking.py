@@ -62,7 +62,7 @@ def test_work_of_the_predictor_by_hand(tmp_path: Path, quantized: bool) -> None:
     layers = 5 * 1024 * ((16 + 8 + 8 + 16) * 128 + 3 * 3072)
     heads = 15 * 2048 * 1024
     norms = 15 * 2 * (5 * (2 * 1024 + 2 * 128) + 1024)
-    scales = 15 * 8 * (5 * ((16 + 8 + 8) * 128 + 2 * 3072 + 2 * 1024) + 2048)  # and the sums of the codes
+    scales = 15 * 4 * (5 * ((16 + 8 + 8) * 128 + 2 * 3072 + 2 * 1024) + 2048)
     operations = 2 * (16 * layers + heads)  # the first pass has two rows
     if quantized:
         assert cost.token == Work(int8=operations)
