@@ -50,7 +50,7 @@ test-numa: environment
 THREAD_TESTS := tests/kernels/test_threads.py
 # Tests of the machine code that users get.
 CODE_TESTS := tests/kernels/test_instructions.py
-CORE_TESTS := $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/kernels/test_*.py))
+CORE_TESTS := $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/kernels/test_*.py tests/kernels/*/test_*.py))
 SANITIZERS := address,undefined
 NO_AMX := $(if $(shell grep -m 1 -w amx_tile /proc/cpuinfo),0,1)
 
