@@ -1,4 +1,7 @@
-"""The measured rates of the rungs of this CPU, kept in a file from the first start on, so that runs repeat."""
+"""The measured rates of the rungs of this CPU, kept in a file from the first start on, so that runs repeat.
+
+`doctor` reads them, and it runs where libraries are missing: the standard library suffices.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from ..errors import LaunchError
 
@@ -22,13 +23,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CPU = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode")
-
-
-class _Kept(msgspec.Struct, forbid_unknown_fields=True):
-    """The file. cpu: what the rates belong to, for readers; the name of the file stands for it."""
-
-    cpu: dict[str, str]
-    rates: dict[str, dict[str, list[float]]]
 
 
 def read_rates(rungs: Sequence[str]) -> Rates | None:
@@ -102,21 +96,29 @@ def _read(path: Path, rungs: Sequence[str]) -> Rates | None:
     from tilerank.kernels.rung_rates import KINDS, ROUNDS
 
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        kept = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise LaunchError(f"{path}: expected rates of the rungs in JSON, found: {error}") from error
-    rounds = [one for by_rung in kept.rates.values() for one in by_rung.values()]
+    rates: Rates | None = kept.get("rates") if isinstance(kept, dict) else None
     if (
-        tuple(kept.rates) != KINDS
-        or any(list(by_rung) != list(rungs) for by_rung in kept.rates.values())
-        or any(len(one) != ROUNDS or not all(rate > 0 and math.isfinite(rate) for rate in one) for one in rounds)
+        not isinstance(rates, dict)
+        or tuple(rates) != KINDS
+        or any(not isinstance(by_rung, dict) or list(by_rung) != list(rungs) for by_rung in rates.values())
+        or not all(_are_rates(rounds, ROUNDS) for by_rung in rates.values() for rounds in by_rung.values())
     ):
         raise LaunchError(
             f"{path}: expected {ROUNDS} rates for each of {', '.join(KINDS)} on {', '.join(rungs)}, found others"
         )
-    return kept.rates
+    return rates
+
+
+def _are_rates(found: Any, count: int) -> bool:
+    """Return whether a value of the file is a list of `count` rates."""
+    if not isinstance(found, list) or len(found) != count:
+        return False
+    return all(isinstance(rate, int | float) and rate > 0 and math.isfinite(rate) for rate in found)
 
 
 def _keep(path: Path, rungs: Sequence[str], rates: Rates) -> Rates:
@@ -125,7 +127,8 @@ def _keep(path: Path, rungs: Sequence[str], rates: Rates) -> Rates:
     own = {kind: {rung: list(rounds) for rung, rounds in by_rung.items()} for kind, by_rung in rates.items()}
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch, path.name)
-        written.write_bytes(msgspec.json.format(msgspec.json.encode(_Kept(_cpu(), own))))
+        # The name of the file stands for the CPU; readers want to know what the rates belong to.
+        written.write_text(json.dumps({"cpu": _cpu(), "rates": own}, indent=2))
         try:
             os.link(written, path)
         except FileExistsError:
