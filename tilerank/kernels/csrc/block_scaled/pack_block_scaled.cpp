@@ -197,6 +197,15 @@ static Int4Params choose_int4(const float* values, int64_t count, bool zeros, fl
   return {search.best.scale * largest, search.best.zero};
 }
 
+// x[padded] = the columns of row `row` of a source, then zeros.
+template <class T>
+static void read_group(const Tensor& source, int64_t row, Range columns, float* x, int64_t padded) {
+  const T* const from = source.row<const T>(row) + columns.begin * source.stride[1];
+  const int64_t count = columns.end - columns.begin;
+  for (int64_t i = 0; i < count; ++i) x[i] = as_float(from + i * source.stride[1]);
+  std::fill(x + count, x + padded, 0.0f);
+}
+
 // source[r, c] with any strides; col starts a K-block. Inputs beyond the last column of its K-block become 0.
 TR_ENTRY(quantise_int4, Team& team, const OutputScaledWeight& w, const Tensor& source, int64_t row, int64_t col) {
   const Rectangle rectangle(source, row, col);
@@ -208,11 +217,9 @@ TR_ENTRY(quantise_int4, Team& team, const OutputScaledWeight& w, const Tensor& s
   for_source("quantise", source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
-      const int64_t count = columns.end - columns.begin, k_block = (col + columns.begin) / k_block_inputs;
+      const int64_t k_block = (col + columns.begin) / k_block_inputs;
       for (int64_t r = rows.begin; r < rows.end; ++r) {
-        const T* const from = source.row<const T>(r) + columns.begin * source.stride[1];
-        for (int64_t i = 0; i < count; ++i) x[i] = as_float(from + i * source.stride[1]);
-        std::fill(x + count, x + padded, 0.0f);
+        read_group<T>(source, r, columns, x, padded);
         const Int4Params chosen = choose_int4(x, padded, static_cast<bool>(w.zeros), x + padded);
         const float most = 65504 * kGroupScaleUnit;
         const float wanted = std::isnan(chosen.scale) ? chosen.scale : std::clamp(chosen.scale, -most, most);
@@ -332,9 +339,7 @@ TR_ENTRY(quantise_channel_fp8, Team& team, const OutputScaledWeight& w, const Te
     rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
       const int64_t count = columns.end - columns.begin, k_block = (col + columns.begin) / k_block_inputs;
       for (int64_t r = rows.begin; r < rows.end; ++r) {
-        const T* const from = source.row<const T>(r) + columns.begin * source.stride[1];
-        for (int64_t i = 0; i < count; ++i) x[i] = as_float(from + i * source.stride[1]);
-        std::fill(x + count, x + k_block_inputs, 0.0f);
+        read_group<T>(source, r, columns, x, k_block_inputs);
         const int64_t n = row + r;
         float& scale = w.scales.row<float>(n / kBlockN)[k_block * kBlockN + n % kBlockN];
         const Extremes extremes(x, k_block_inputs);
