@@ -6,7 +6,6 @@ import math
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,8 +35,6 @@ OTHER_FILES = 256
 """Open ones beside the connections, and those of connections that are being closed for a batch of new ones."""
 CLOSE_S = 5
 """For clients that are slow to read the end of their answers."""
-SWITCH_S = 0.0005
-"""After which a thread lets the event loop go on. Python's 5 ms are waited at each system call of the loop."""
 COUNT_S = 1.0
 """Between two counts of the requests that a stopping server still answers."""
 
@@ -58,7 +55,6 @@ def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[
     end is closed. New requests are then refused; those under way are answered if that takes at most `drain_s`
     seconds, and fail after that. `on_ready` is called when the first engine can take requests."""
     gc.collect()
-    sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # what is there now stays, and the garbage collector need not visit it while requests wait
     asyncio.run(_serve(http, control, drain_s, on_ready))
 
