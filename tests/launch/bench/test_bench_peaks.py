@@ -25,7 +25,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rung", core.ISAS)
 def test_a_probe_measures_the_rates_that_limit_the_work(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the hardware, whose newest rung is `rung`."""
+    """Return the peaks of hardware whose newest rung is `rung`."""
     monkeypatch.setattr(peaks, "vector_tflops", lambda kind, count, cores: {"bf16": 0.25, "int8": 0.75}[kind])
     monkeypatch.setattr(peaks, "amx_tflops", lambda kind, count, cores: {"bf16": 3.0, "int8": 6.0}[kind])
     monkeypatch.setattr(core, "hardware_isa", lambda: rung)

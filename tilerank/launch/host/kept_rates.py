@@ -127,7 +127,7 @@ def _keep(path: Path, rungs: Sequence[str], rates: Rates) -> Rates:
     own = {kind: {rung: list(rounds) for rung, rounds in by_rung.items()} for kind, by_rung in rates.items()}
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch, path.name)
-        # The name of the file stands for the CPU; readers want to know what the rates belong to.
+        # The CPU is for people who read the file; its name stands for the CPU already.
         written.write_text(json.dumps({"cpu": _cpu(), "rates": own}, indent=2))
         try:
             os.link(written, path)
