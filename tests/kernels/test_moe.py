@@ -9,8 +9,9 @@ import pytest
 import torch
 from matrices import randn
 from torch import Tensor
-from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from tilerank.kernels import core
@@ -20,10 +21,12 @@ from tilerank.kernels.moe import moe, sigmoid_top_k, softmax_top_k
 from tilerank.kernels.ops import silu_mul
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats.floats import Float, FloatWeight
+from tilerank.parallel.experts import ExpertsBias
 
 BF16, F32 = torch.bfloat16, torch.float32
 # transformers gives these no types.
 EXPERTS: Callable[[Qwen3MoeConfig], Any] = Qwen3MoeExperts
+CLAMPED: Callable[[GptOssConfig], Any] = GptOssExperts
 ROUTER: Callable[[SimpleNamespace], Any] = Qwen3MoeTopKRouter
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 
@@ -151,6 +154,43 @@ def test_experts_agree_with_transformers(rung: str, dtype: torch.dtype) -> None:
         assert (found - wanted).abs().max() <= 2e-6 * wanted.abs().max()
     else:
         assert 0 < (found - exact).abs().mean() <= (wanted - exact).abs().mean()
+
+
+@DTYPES
+@pytest.mark.parametrize("hidden, width", [(136, 80), (40, 33)])
+def test_experts_with_biases_agree_with_transformers(rung: str, dtype: torch.dtype, hidden: int, width: int) -> None:
+    """fp32: within the rounding of sums; bf16: no further from fp32 than transformers. Some gates and ups are beyond
+    the limits of 7."""
+    config = GptOssConfig(hidden_size=hidden, intermediate_size=width, num_local_experts=6)
+    config._experts_implementation = "eager"
+    experts = Experts(6, hidden, width, dtype)
+    biases = [randn(6, n, seed=4 + n).to(dtype) * 3 for n in (2 * width, hidden)]
+    theirs = CLAMPED(config)
+    turns = experts.plain_gate_up.view(6, 2, width, hidden).transpose(1, 2).flatten(1, 2)
+    theirs.gate_up_proj.data, theirs.down_proj.data = turns.mT.contiguous(), experts.plain_down.mT.contiguous()
+    theirs.gate_up_proj_bias.data, theirs.down_proj_bias.data = biases
+    packed_biases = [ExpertsBias(6, width, parts=2), ExpertsBias(6, hidden)]
+    for bias, plain in zip(packed_biases, biases, strict=True):
+        bias.allocate()
+        bias.write(plain, 0)
+    x, ids, weights = experts.routed(40, 3, dtype)
+    x = x * 2
+    with torch.inference_mode():
+        wanted = theirs(x, ids.long(), weights.to(dtype)).float()
+        theirs.float()
+        exact = theirs(x.float(), ids.long(), weights)
+
+    def found(rows: slice) -> Tensor:
+        of_gate_up, of_down = (bias.data for bias in packed_biases)
+        operands = x[rows], experts.gate_up, experts.down, ids[rows], weights[rows]
+        return moe(*operands, gate_up_bias=of_gate_up, down_bias=of_down, activation="swiglu_clamped").float()
+
+    result = found(slice(0, 40))
+    if dtype is F32:
+        assert (result - wanted).abs().max() <= 3e-6 * wanted.abs().max()
+    else:
+        assert 0 < (result - exact).abs().mean() <= (wanted - exact).abs().mean()
+    assert torch.equal(result, torch.cat([found(slice(i, i + 1)) for i in range(40)])), "depends on the batch"
 
 
 def test_an_expert_may_be_chosen_twice_and_weigh_nothing(rung: str) -> None:
@@ -295,6 +335,9 @@ def test_nan_logits_give_valid_experts(rung: str) -> None:
         ({"weights": torch.ones(2, 1)}, r"moe: weights: expected shape \[2, 2\]"),
         ({"down": (3, 8, 5, 1)}, r"moe: down: expected 1 part of 3 experts \[8, 6\]"),
         ({"gate_up": (3, 6, 8, 1)}, "after 2 parts of gate_up"),
+        ({"gate_up_bias": torch.zeros(3, 12)}, r"moe: gate_up_bias: expected shape \[3, 64\], found \[3, 12\]"),
+        ({"down_bias": torch.zeros(3, 32, dtype=BF16)}, "moe: down_bias: expected dtype float32"),
+        ({"activation": "gelu"}, "moe: activation: expected one of silu, swiglu_clamped, found 'gelu'"),
     ],
 )
 def test_wrong_arguments_of_experts(rung: str, changes: dict[str, Any], message: str) -> None:

@@ -4,6 +4,8 @@ A row's result depends only on that row. A wrong argument raises KernelError nam
 found.
 """
 
+from typing import Literal
+
 from torch import Tensor
 
 from . import core
@@ -70,10 +72,17 @@ def _check_top_k(kernel: str, top_k: int, experts: int) -> None:
         raise KernelError(f"{kernel}: top_k: expected 1 to {experts} experts, found {top_k}")
 
 
+Gating = Literal["silu", "swiglu_clamped"]
+
+_GATINGS: dict[str, int] = {"silu": 0, "swiglu_clamped": 1}
+"""Numbers of the enum in csrc/moe/experts-inl.h."""
+
 _MOE = {
     layout: Contract(
         "moe: x[m, gate_up.k]:gate_up.format.activations gate_up:weight down:weight ids[m, top]:i32 "
-        "weights[m, top]:f32 experts:int width:int rows:size -> out[m, gate_up.k]:x "
+        "weights[m, top]:f32 experts:int width:int rows:size "
+        "gate_up_bias[experts, (width + 31) // 32 * 64]?:f32 down_bias[experts, (gate_up.k + 31) // 32 * 32]?:f32 "
+        "activation:int -> out[m, gate_up.k]:x "
         "middle[rows, (width + 31) // 32 * 32]:f32 expert_out[m * top, (gate_up.k + 31) // 32 * 32]:f32 "
         f"queues[{2 * WORK_QUEUE_BYTES}]:u8",
         layout=layout,
@@ -82,11 +91,25 @@ _MOE = {
 }
 
 
-def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, weights: Tensor) -> Tensor:
-    """Return sum over each token's experts of weight * down(silu(gate(x)) * up(x)).
+def moe(
+    x: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Gating = "silu",
+) -> Tensor:
+    """Return sum over each token's experts of weight * (down(h) + down_bias), h = activation(gate(x), up(x)).
 
     x: [m, hidden], dtype `gate_up.weight.format.activations`; gate_up: two parts of [width, hidden]; down:
     [hidden, width] in the same format; ids: [m, k] int32, the experts of each token; weights: [m, k] float32.
+    gate_up_bias, down_bias: float32 [experts, biases], padded to whole blocks of 32, those of gate and up in turn
+    (`parallel.experts.ExpertsBias`); biases of gate and up are added before the activation.
+    activation: "silu", h = silu(gate) * up; or "swiglu_clamped" of gpt-oss, h = (u + 1) * g * sigmoid(1.702 * g) with
+    g = min(gate, 7) and u = up clamped to [-7, 7].
     Returns [m, hidden] in x.dtype.
     With float weights gate, up, silu and their product are rounded as in `linear` and `ops.silu_mul`. With quantised
     weights they stay in fp32 until the down projection rounds or quantises its inputs. The experts' outputs are fp32;
@@ -100,13 +123,26 @@ def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, wei
             f"after 2 parts of gate_up, found {down.parts} of {down.experts} experts [{down.n}, {down.k}] "
             f"{down.weight.format} after {gate_up.parts}"
         )
+    if activation not in _GATINGS:
+        raise KernelError(f"moe: activation: expected one of {', '.join(_GATINGS)}, found {activation!r}")
     contract = _MOE[gate_up.weight.format.layout]
-    contract.check(x, gate_up.weight, down.weight, ids, weights)
+    contract.check(x, gate_up.weight, down.weight, ids, weights, gate_up.experts, width, 0, gate_up_bias, down_bias)
     if ids.shape[1] == 0:
         raise KernelError("moe: ids: expected at least one expert a token, found none")
     if core.isa() == "reference" or gate_up.weight.is_plain or down.weight.is_plain:
-        return reference.moe(x, gate_up, down, ids, weights)
+        return reference.moe(
+            x,
+            gate_up,
+            down,
+            ids,
+            weights,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            activation=activation,
+        )
     pairs = ids.numel()
     # AMX kernels start every expert's rows at a new tile. Kernels that round to bfloat16 use half of the memory.
     rows = (pairs // TILE_ROWS + min(pairs, gate_up.experts)) * TILE_ROWS
-    return contract(x, gate_up.weight, down.weight, ids, weights, gate_up.experts, width, rows)
+    biases = gate_up_bias, down_bias
+    number = _GATINGS[activation]
+    return contract(x, gate_up.weight, down.weight, ids, weights, gate_up.experts, width, rows, *biases, number)

@@ -6,24 +6,26 @@ All ranks therefore have equal work whichever experts the tokens choose, and one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.moe import moe
+from tilerank.kernels.moe import Gating, moe
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats import Format, Weight
 
 from .cost import Cost, ExpertBytes
-from .parameters import FusedPlace, Layer, Rectangle, WeightParameter
-from .shard import Cut
+from .parameters import FusedPlace, Layer, PlainParameter, Rectangle, WeightParameter, whole_tiles
+from .shard import TILE, Cut
 from .sharding import Sharding
 
-FusedOrder = Literal["in_out", "out_in"]
+FusedOrder = Literal["in_out", "out_in", "in_out_turns"]
 """The last two dimensions of a tensor of all experts, as a family publishes it: inputs of Qwen3-VL first, outputs of
-Qwen3.5."""
+Qwen3.5. The outputs of gate lie before those of up, or in turns with them (gpt-oss)."""
 
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -82,13 +84,30 @@ class ExpertsParameter(WeightParameter):
         return self.packed.part(*divmod(matrix, self.parts)), row
 
 
+class ExpertsBias(PlainParameter):
+    """Biases of a projection of every expert, or of gate and up, as `moe` reads them: float32 [experts, whole tiles],
+    32 of each part in turn. A checkpoint has one of each part in turn."""
+
+    def __init__(self, experts: int, n: int, *, parts: int = 1) -> None:
+        super().__init__((experts, parts * whole_tiles(n)), torch.float32)
+        self.experts, self.n, self.parts = experts, n, parts
+
+    def write(self, rows: Tensor, row: int) -> None:
+        """rows: [r, n * parts], of the experts from `row` on."""
+        padding = whole_tiles(self.n) - self.n
+        by_part = torch.nn.functional.pad(rows.reshape(-1, self.n, self.parts).transpose(1, 2), (0, padding))
+        turns = torch.unflatten(by_part, 2, (-1, TILE)).transpose(1, 2)
+        super().write(turns.flatten(1), row)
+
+
 class ParallelExperts(Layer):
     """Gated MLPs [hidden -> width -> hidden], of which each token chooses `top_k`.
 
     x[t, hidden], ids and weights [t, top_k] of the router -> [t, hidden], this rank's part of the weighted sum over a
     token's experts; the parts of all ranks add up to that sum. `span` is this rank's part of the width. The checkpoint
     has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj. fused: it may have those
-    of all experts in one tensor (`_fused`).
+    of all experts in one tensor (`_fused`). biases: it has those of all experts in `name.gate_up_proj_bias`, in turns,
+    and `name.down_proj_bias`; the latter are added on rank 0. activation: of gate and up (`moe`).
     """
 
     def __init__(
@@ -101,7 +120,10 @@ class ParallelExperts(Layer):
         *,
         top_k: int,
         fused: FusedOrder | None = None,
+        biases: bool = False,
+        activation: Gating = "silu",
     ) -> None:
+        self._activation: Gating = activation
         self.cut = sharding.cut_width(width, hidden)
         self.span = span = self.cut.spans[sharding.rank]
         self.share = top_k / experts
@@ -120,9 +142,7 @@ class ParallelExperts(Layer):
                     (taken, everything),
                     self.gate_up,
                     (2 * expert + part) * span.size,
-                    places=_fused(
-                        f"{name}.gate_up_proj", (experts, 2 * width, hidden), (expert, part * width, 0), fused
-                    ),
+                    places=_fused_gate_up(f"{name}.gate_up_proj", (experts, 2 * width, hidden), expert, part, fused),
                 )
 
         def down(expert: int) -> Iterator[Rectangle]:
@@ -137,11 +157,31 @@ class ParallelExperts(Layer):
 
         self.gate_up.fill_experts(gate_up)
         self.down.fill_experts(down)
+        self.gate_up_bias: ExpertsBias | None = None
+        self.down_bias: ExpertsBias | None = None
+        if biases:
+            every = slice(0, experts)
+            self.gate_up_bias = ExpertsBias(experts, span.size, parts=2)
+            in_turns = slice(2 * span.start, 2 * span.stop)
+            self.gate_up_bias.fill(f"{name}.gate_up_proj_bias", (experts, 2 * width), every, in_turns)
+            outputs = hidden if sharding.rank == 0 else 0
+            self.down_bias = ExpertsBias(experts, outputs)
+            self.down_bias.fill(f"{name}.down_proj_bias", (experts, hidden), every, slice(0, outputs))
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.gate_up.is_empty:
             return ops.repeat_row(None, x.shape[0], self._hidden, x.dtype)
-        return moe(x, self.gate_up.packed, self.down.packed, ids, weights)
+        down_bias = self.down_bias if self.down_bias is not None and self.down_bias.n else None
+        return moe(
+            x,
+            self.gate_up.packed,
+            self.down.packed,
+            ids,
+            weights,
+            gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.data,
+            down_bias=None if down_bias is None else down_bias.data,
+            activation=self._activation,
+        )
 
     def cost(self) -> Cost:
         products = (self.gate_up.products() + self.down.products()) * self.share
@@ -149,6 +189,15 @@ class ParallelExperts(Layer):
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         yield "expert width", self.cut
+
+
+def _fused_gate_up(
+    name: str, shape: tuple[int, int, int], expert: int, part: int, order: FusedOrder | None
+) -> tuple[FusedPlace, ...]:
+    """Return the places of gate (part 0) or up (1) in a tensor of both; shape: in the order [experts, out, in]."""
+    if order == "in_out_turns":
+        return tuple(replace(place, step=2) for place in _fused(name, shape, (expert, part, 0), order))
+    return _fused(name, shape, (expert, part * shape[1] // 2, 0), order)
 
 
 def _fused(
@@ -165,4 +214,4 @@ def _fused(
     expert, row, column = origin
     straight = FusedPlace(name, shape, origin)
     transposed = FusedPlace(name, (experts, columns, rows), (expert, column, row), transposed=True)
-    return (transposed, straight) if order == "in_out" else (straight, transposed)
+    return (straight, transposed) if order == "out_in" else (transposed, straight)

@@ -71,8 +71,10 @@ class Linear(Layer):
 class ReplicatedLinear(Linear):
     """A projection [out, in] that is too small to be cut: x[..., in] -> [..., out], the same bits on every rank."""
 
-    def __init__(self, name: str, in_features: int, out_features: int, sharding: Sharding) -> None:
-        super().__init__(out_features, in_features, Float(sharding.dtype), None)
+    def __init__(
+        self, name: str, in_features: int, out_features: int, sharding: Sharding, *, bias: bool = False
+    ) -> None:
+        super().__init__(out_features, in_features, Float(sharding.dtype), sharding.dtype if bias else None)
         self.fill_rows(name, (out_features, in_features), Span(0, out_features, out_features))
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -29,16 +29,22 @@ class FusedPlace:
 
     name, shape: of the stored tensor. origin: the index of the weight's first element, one number for each dimension.
     The weight's dimensions are the last ones of the tensor, and in those before it is one element. transposed: rows of
-    the weight are columns of the tensor.
+    the weight are columns of the tensor. step: from one row of the weight to the next, in a tensor whose rows belong to
+    several weights in turn.
     """
 
     name: str
     shape: tuple[int, ...]
     origin: tuple[int, ...]
     transposed: bool = False
+    step: int = 1
 
     def index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return where rectangle `index` of the weight lies in the stored tensor."""
+        """Return where rectangle `index` of the weight lies in the stored tensor, with the rows between its own."""
+        rows, *columns = index
+        if self.step > 1 and rows.stop > rows.start:
+            rows = slice(rows.start * self.step, (rows.stop - 1) * self.step + 1)
+        index = (rows, *columns)
         ordered = index[::-1] if self.transposed else index
         before = len(self.origin) - len(ordered)
         return (
@@ -49,7 +55,8 @@ class FusedPlace:
     def extract(self, part: Tensor) -> Tensor:
         """Return the rectangle as the model declares it, from the part of the stored tensor that `index` gives."""
         matrix = part.view(part.shape[-2:]) if len(self.origin) > 2 else part
-        return matrix.T if self.transposed else matrix
+        matrix = matrix.T if self.transposed else matrix
+        return matrix[:: self.step] if self.step > 1 else matrix
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from ..errors import KernelError
 from ..packed_experts import PackedExperts
+from ..weight import BLOCK_N
 from .ops import by_row, silu_mul
+
+_ALPHA, _LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 def softmax_top_k(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -40,7 +43,17 @@ def _top_k(values: Tensor, k: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, weights: Tensor) -> Tensor:
+def moe(
+    x: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
     """Compute the experts one by one, as transformers does, but keep their outputs in fp32."""
     bad = ids[(ids < 0) | (ids >= gate_up.experts)]
     if bad.numel():
@@ -49,9 +62,20 @@ def moe(x: Tensor, gate_up: PackedExperts, down: PackedExperts, ids: Tensor, wei
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, choices = torch.where(ids == expert)
         projected = torch.cat([gate_up.part(expert, part).product(x[tokens]) for part in (0, 1)], dim=-1)
-        middle = silu_mul(projected if gate_up.weight.format.is_quantised else projected.to(x.dtype))
-        outputs[tokens, choices] = down.part(expert).product(middle)
+        if gate_up_bias is not None:
+            turns = gate_up_bias[expert].view(-1, 2, BLOCK_N)
+            projected += torch.cat([turns[:, part].flatten()[: gate_up.n] for part in (0, 1)])
+        projected = projected if gate_up.weight.format.is_quantised else projected.to(x.dtype)
+        product = down.part(expert).product((silu_mul if activation == "silu" else swiglu_clamped)(projected))
+        outputs[tokens, choices] = product if down_bias is None else product + down_bias[expert, : down.n]
     total = torch.zeros(x.shape)
     for choice in range(ids.shape[1]):
         total += weights[:, choice, None] * outputs[:, choice]
     return total.to(x.dtype)
+
+
+def swiglu_clamped(gate_up: Tensor) -> Tensor:
+    """Return (u + 1) * g * sigmoid(1.702 * g), rounded once, as GptOssExperts of transformers in fp32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    g, u = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    return ((u + 1) * g * by_row(_ALPHA * g, torch.sigmoid)).to(gate_up.dtype)

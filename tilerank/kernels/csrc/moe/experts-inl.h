@@ -1,16 +1,48 @@
 // The driver of the MoE kernels of all formats, compiled once per rung (no include guard):
-// out = sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
+// out = sum over a token's experts of weight * (down(activation(gate(x), up(x))) + bias).
 
 namespace tilerank::TR_RUNG {
 
-// silu(gate) * up. Gate, up and silu are rounded to T, as the separate kernels round them; to fp32 means not at all.
-template <class T>
-static inline Vec32 gated(const Vec32& gate, const Vec32& up) {
-  Vec32 values;
-  for (int v = 0; v < kBlockN / kLanes; ++v) {
-    values[v] = round_to<T>(silu(round_to<T>(gate[v]))) * round_to<T>(up[v]);
+// Numbered as in moe.py.
+enum class Gating : int64_t { silu, swiglu_clamped };
+
+// (u + 1) g sigmoid(1.702 g) with g = min(gate, 7) and u = up clamped to [-7, 7], of gpt-oss. NaN stays NaN.
+static inline Vec swiglu_clamped(Vec gate, Vec up) {
+  constexpr float kAlpha = 1.702f, kLimit = 7.0f;
+  const Vec g = min(set(kLimit), gate), u = max(set(-kLimit), min(set(kLimit), up));
+  return silu(set(kAlpha) * g) * set(1 / kAlpha) * (u + set(1.0f));
+}
+
+// What an expert makes of the sums of gate and up.
+struct Gate {
+  Gating gating;
+  const float* bias;  // [blocks][gate, up][32], or null
+
+  // silu(gate) * up, or swiglu_clamped. Gate, up and silu are rounded to T, as the separate kernels round them; to fp32
+  // means not at all.
+  template <class T>
+  Vec32 apply(int64_t block, const Vec32& gates, const Vec32& ups) const {
+    Vec32 values;
+    for (int v = 0; v < kBlockN / kLanes; ++v) {
+      Vec gate = gates[v], up = ups[v];
+      if (bias) {
+        const float* const at = bias + block * 2 * kBlockN + v * kLanes;
+        gate = gate + load(at);
+        up = up + load(at + kBlockN);
+      }
+      gate = round_to<T>(gate);
+      up = round_to<T>(up);
+      values[v] = gating == Gating::silu ? round_to<T>(silu(gate)) * up : swiglu_clamped(gate, up);
+    }
+    return values;
   }
-  return values;
+};
+
+// The gate of an expert.
+template <class Weight>
+static inline Gate gate_of(const ExpertsArgs<Weight>& a, int64_t expert) {
+  const Tensor& bias = a.gate_up_bias;
+  return {static_cast<Gating>(a.activation), bias ? bias.row<const float>(expert) : nullptr};
 }
 
 // The destinations of the projections: write() receives a row of the batch and its values with a block, or with a block
@@ -21,10 +53,11 @@ template <class T, class Rounds>
 struct ToMiddleRows {
   const Tensor& middle;
   int64_t first;
+  Gate gate;
 
-  ToMiddleRows from(int64_t row) const { return {middle, first + row}; }
-  void write(int64_t row, int64_t block, const Vec32& gate, const Vec32& up) const {
-    store(middle.row<T>(first + row) + block * kBlockN, gated<Rounds>(gate, up));
+  ToMiddleRows from(int64_t row) const { return {middle, first + row, gate}; }
+  void write(int64_t row, int64_t block, const Vec32& gates, const Vec32& ups) const {
+    store(middle.row<T>(first + row) + block * kBlockN, gate.apply<Rounds>(block, gates, ups));
   }
 };
 
@@ -33,10 +66,23 @@ template <bool kStreams = false>
 struct ToChoices {
   const Tensor& expert_out;
   const int32_t* pairs;
+  const float* bias;  // [blocks][32] of the expert, or null
 
-  ToChoices from(int64_t row) const { return {expert_out, pairs + row}; }
-  void write(int64_t row, int64_t block, const Vec32& values, const Vec32&) const {
+  template <class Weight>
+  ToChoices(const ExpertsArgs<Weight>& a, const int32_t* pairs, int64_t expert)
+      : expert_out(a.expert_out),
+        pairs(pairs),
+        bias(a.down_bias ? a.down_bias.template row<const float>(expert) : nullptr) {}
+
+  ToChoices from(int64_t row) const {
+    ToChoices to = *this;
+    to.pairs += row;
+    return to;
+  }
+  void write(int64_t row, int64_t block, Vec32 values, const Vec32&) const {
     float* const out = expert_out.row<float>(pairs[row]) + block * kBlockN;
+    for (int v = 0; bias && v < kBlockN / kLanes; ++v)
+      values[v] = values[v] + load(bias + block * kBlockN + v * kLanes);
     kStreams ? stream(out, values) : store(out, values);
   }
 };
@@ -62,14 +108,15 @@ class RowExperts {
     const auto row = [&](int64_t i) {
       return a_.x.template row<const Input>(batches_.order[batch.first + i] / batches_.top);
     };
-    product_.template multiply<2>(a_.gate_up.from(batch.expert * a_.width_blocks * 2), a_.hidden, batch.rows, own, row,
-                                  ToMiddleRows<Middle, typename Product::Rounds>{a_.middle, batch.first});
+    product_.template multiply<2>(
+        a_.gate_up.from(batch.expert * a_.width_blocks * 2), a_.hidden, batch.rows, own, row,
+        ToMiddleRows<Middle, typename Product::Rounds>{a_.middle, batch.first, gate_of(a_, batch.expert)});
   }
 
   void down(const ExpertBatch& batch, Range own) const {
     const auto row = [&](int64_t i) { return a_.middle.template row<const Middle>(batch.first + i); };
     product_.template multiply<1>(a_.down.from(batch.expert * a_.hidden_blocks), a_.width, batch.rows, own, row,
-                                  ToChoices<>{a_.expert_out, batches_.order + batch.first});
+                                  ToChoices<>(a_, batches_.order + batch.first, batch.expert));
   }
 
  private:
@@ -120,12 +167,15 @@ static void moe(const typename Experts::Arguments& a, Team& team) {
 }
 
 // Registers moe_<format>, which is moe<Experts>; Experts are the arguments after the first two.
-#define TR_MOE(format, Weight, ...)                                                                                 \
-  TR_ENTRY(moe_##format, Team& team, const Tensor& x, const Weight& gate_up, const Weight& down, const Tensor& ids, \
-           const Tensor& weights, int64_t experts, int64_t width, const Tensor& out, const Tensor& middle,          \
-           const Tensor& expert_out, const Tensor& queues) {                                                        \
-    if (x.size[0] == 0) return;                                                                                     \
-    moe<__VA_ARGS__>({x, gate_up, down, ids, weights, experts, width, out, middle, expert_out, queues}, team);      \
+#define TR_MOE(format, Weight, ...)                                                                                    \
+  TR_ENTRY(moe_##format, Team& team, const Tensor& x, const Weight& gate_up, const Weight& down, const Tensor& ids,    \
+           const Tensor& weights, int64_t experts, int64_t width, const Tensor& gate_up_bias, const Tensor& down_bias, \
+           int64_t activation, const Tensor& out, const Tensor& middle, const Tensor& expert_out,                      \
+           const Tensor& queues) {                                                                                     \
+    if (x.size[0] == 0) return;                                                                                        \
+    moe<__VA_ARGS__>({x, gate_up, down, ids, weights, experts, width, gate_up_bias, down_bias, activation, out,        \
+                      middle, expert_out, queues},                                                                     \
+                     team);                                                                                            \
   }
 
 }  // namespace tilerank::TR_RUNG

@@ -99,6 +99,9 @@ struct ExpertsArgs {
   const Weight &gate_up, &down;
   const Tensor &ids, &weights;  // [m, top]
   const int64_t experts, width;
+  const Tensor& gate_up_bias;  // [experts][width_blocks * 2 * 32] fp32, 32 of gate and of up in turn, or none
+  const Tensor& down_bias;     // [experts][hidden_blocks * 32] fp32, or none
+  const int64_t activation;
   const Tensor& out;
   const Tensor& middle;      // [row tiles of all batches * 16][width up to 32s], fp32 or narrower
   const Tensor& expert_out;  // [m * top][hidden up to 32s]: the output of every choice

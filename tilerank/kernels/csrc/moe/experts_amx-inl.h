@@ -9,11 +9,12 @@ template <class Rounds, bool kStreams>
 struct ToMiddleTiles {
   const PackedRows& to;
   int64_t first_tile;  // the row tile of the first row
+  Gate gate;
 
-  void write(int64_t row, int64_t block, const Vec32& gate, const Vec32& up) const {
+  void write(int64_t row, int64_t block, const Vec32& gates, const Vec32& ups) const {
     char* const tile = to.tiles(block / to.panel, first_tile + row / kTileRows) + block % to.panel * kTileBytes;
     bf16* const out = reinterpret_cast<bf16*>(tile) + row % kTileRows * kTileK;
-    const Vec32 values = gated<Rounds>(gate, up);
+    const Vec32 values = gate.apply<Rounds>(block, gates, ups);
     kStreams ? stream(out, values) : store(out, values);
   }
 };
@@ -63,14 +64,15 @@ class TileExperts {
       const int32_t* const pairs = batches_.order + batch.first + tile * kTileRows;
       const auto row = [&](int64_t i) { return a_.x.template row<const bf16>(pairs[i] / batches_.top); };
       const int64_t m = std::min(stripe * kTileRows, batch.rows - tile * kTileRows);
-      gate_up_.multiply_rows(row, m, batch, own, batches_, ToMiddleTiles<Rounds, kStreams>{middle, tile});
+      const ToMiddleTiles<Rounds, kStreams> to{middle, tile, gate_of(a_, batch.expert)};
+      gate_up_.multiply_rows(row, m, batch, own, batches_, to);
     }
   }
 
   void down(const ExpertBatch& batch, Range own) const {
     const PackedRows middle = middle_of(batch);
     const int64_t stripe = down_.stripe(middle.row_tiles);
-    const ToChoices<kStreams> to{a_.expert_out, batches_.order + batch.first};
+    const ToChoices<kStreams> to(a_, batches_.order + batch.first, batch.expert);
     for (int64_t tile = 0; tile < middle.row_tiles; tile += stripe) {
       down_.multiply_tiles(middle, {tile, std::min(tile + stripe, middle.row_tiles)}, batch, own, batches_, to);
     }
