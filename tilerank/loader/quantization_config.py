@@ -12,8 +12,8 @@ from typing import Literal
 
 from .errors import ConfigError
 
-Layout = Literal["awq", "gptq", "packed", "fp8", "int8"]
-Codes = Literal["int8", "int4", "fp8"]
+Layout = Literal["awq", "gptq", "packed", "fp8", "int8", "mxfp4"]
+Codes = Literal["int8", "int4", "fp8", "mxfp4"]
 
 INT4_GROUPS = (32, 64, 128)
 DEFAULT_INT4_GROUP = 64
@@ -48,7 +48,7 @@ class Scheme:
     awq: X.qweight, X.qzeros, X.scales, packed along the outputs in AWQ's own order. gptq: the same and X.g_idx, codes
     packed along the inputs. packed (compressed-tensors): X.weight_packed along the inputs, X.weight_scale, and
     X.weight_zero_point unless symmetric. fp8 (e4m3) and int8: X.weight, and its scales as X.weight_scale or
-    X.weight_scale_inv.
+    X.weight_scale_inv. mxfp4 (gpt-oss): X_blocks and X_scales, where X is the weight of all experts of a layer.
     """
 
     layout: Layout
@@ -64,7 +64,9 @@ class Scheme:
 
     @property
     def codes(self) -> Codes:
-        return "fp8" if self.layout == "fp8" else "int4" if self.bits == 4 else "int8"
+        if self.layout in ("fp8", "mxfp4"):
+            return self.layout
+        return "int4" if self.bits == 4 else "int8"
 
     @property
     def group(self) -> int:
@@ -73,6 +75,9 @@ class Scheme:
 
     def __str__(self) -> str:
         return f"{self.codes} ({self.layout})"
+
+
+MXFP4 = Scheme("mxfp4", 4, (1, 32))
 
 
 @dataclass(frozen=True)

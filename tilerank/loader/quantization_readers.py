@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .fields import Fields
-from .quantization_config import Layout, QuantizationConfig, Scheme, bare_names
+from .quantization_config import MXFP4, Layout, QuantizationConfig, Scheme, bare_names
 
 _NEVER = ("embed_tokens",)  # not a projection, also where it is the head as well
 _HEAD = ("lm_head",)
@@ -43,6 +43,7 @@ def read_quantization(c: Fields) -> QuantizationConfig | None:
         "fbgemm_fp8": _fbgemm_fp8,
         "compressed-tensors": _compressed_tensors,
         "modelopt": _modelopt,
+        "mxfp4": _mxfp4,
         "w8a8_int8": _w8a8_int8,
         "blockwise_int8": _blockwise_int8,
         "int8": _blockwise_int8 if c.has("weight_block_size") else _w8a8_int8,
@@ -82,6 +83,11 @@ def _awq(c: Fields) -> QuantizationConfig:
     group = _group(c, "q_group_size" if c.has("q_group_size") and not c.has("group_size") else "group_size")
     scheme = Scheme("awq", 4, (1, group), symmetric=False)
     return QuantizationConfig(scheme, bare_names(*_NEVER, *_HEAD, *_names(c, "modules_to_not_convert")))
+
+
+def _mxfp4(_: Fields) -> QuantizationConfig:
+    """Read gpt-oss's settings, which list what is stored as floats: all but the experts."""
+    return QuantizationConfig(MXFP4, rules=((r".*\.experts\.", MXFP4),), others=False)
 
 
 def _gptq(c: Fields) -> QuantizationConfig:

@@ -13,6 +13,7 @@ from tilerank.parallel.parameters import Rectangle, WeightParameter
 
 from .byte_encoding import ByteEncoding
 from .checkpoint import Checkpoint
+from .mxfp4_encoding import Mxfp4Encoding
 from .packed_encoding import AWQ, GPTQ, CompressedInts
 from .quantization_config import Layout, QuantizationConfig, Scheme
 from .rectangle import Read, place_of, read_floats
@@ -24,6 +25,7 @@ _ENCODINGS: dict[Layout, type[WeightEncoding]] = {
     "packed": CompressedInts,
     "fp8": ByteEncoding,
     "int8": ByteEncoding,
+    "mxfp4": Mxfp4Encoding,
 }
 
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale")

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from tilerank.kernels.reference.weight_formats import powers_of_two
 from tilerank.parallel.parameters import FusedPlace, Parameter, Rectangle, WeightParameter
 
 from .checkpoint import Checkpoint
@@ -55,7 +56,8 @@ class StoredRectangle:
 
     def check_finite(self, checkpoint: Checkpoint, values: Tensor) -> None:
         """Raise CheckpointError if the rectangle, read into `values`, holds NaN or infinity; integers never do."""
-        values = scales_of(values)
+        if self.dtypes != ("U8",):  # codes
+            values = scales_of(values)
         if values.dtype is torch.float8_e4m3fn:
             suspect = bool(values.numel()) and int((values.view(torch.uint8) & 127).max()) == 127  # NaN; no infinities
         else:
@@ -132,9 +134,7 @@ def scales_of(stored: Tensor) -> Tensor:
     """Return scales as floats: exponents b (EXPONENTS) stand for 2^(b - 127), 255 for NaN; others are unchanged."""
     if stored.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return stored
-    bits = stored.view(torch.uint8).int()
-    scales = torch.where(bits == 0, 2.0**-127, (bits << 23).view(torch.float32))
-    return torch.where(bits == 255, torch.nan, scales)
+    return powers_of_two(stored.view(torch.uint8))
 
 
 def _whole_rows(rows: Tensor, parameter: Parameter) -> Tensor:

@@ -6,6 +6,8 @@ modules that are wrong. A weight is quantised if it has codes and a scale beside
     X.weight I8 or F8_E4M3, X.weight_scale or X.weight_scale_inv    the shape of the scale says what shares a scale
     X.qweight I32, X.qzeros, X.scales                               awq or gptq; the settings say which
     X.weight_packed I32, X.weight_scale                             packed
+
+The experts of a layer are if their weights X have X_blocks U8 and X_scales (mxfp4).
 """
 
 from collections import Counter
@@ -17,7 +19,7 @@ from .errors import ConfigError
 from .fields import Fields
 from .files import is_listed, read_json_object
 from .headers import StoredTensor, stored_tensors
-from .quantization_config import Layout, QuantizationConfig, Scheme
+from .quantization_config import MXFP4, Layout, QuantizationConfig, Scheme
 from .quantization_readers import read_hf_quant_config, read_quantization
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -27,6 +29,8 @@ _LAYOUTS: dict[str, Layout] = {"I8": "int8", "F8_E4M3": "fp8"}
 _CODED = (*_LAYOUTS, *_FLOATS)
 _SCALES = ("weight_scale", "weight_scale_inv")
 _BLOCK = (128, 128)  # what every published checkpoint has
+_EXPERTS = {"gate_up_proj_blocks": ("gate_proj", "up_proj"), "down_proj_blocks": ("down_proj",)}
+"""Tensors of the codes of all experts of a layer, and the projections of each expert that they hold."""
 _PACKED = {**dict.fromkeys(("qweight", "qzeros", "scales"), ("awq", "gptq")), "weight_packed": ("packed",)}
 """Tensors of a module whose codes are packed, and the layouts that have them."""
 
@@ -42,6 +46,10 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
         return _settings(model_dir, config)
     if all(tensor.dtype in _FLOATS for tensor in tensors.values()):
         return None
+    if experts := _expert_modules(tensors):
+        method = None if config is None else str(config.values.get("quant_method"))
+        says_so = method == MXFP4.layout
+        return QuantizationConfig(MXFP4, stored=experts, overrides=None if says_so else method or "nothing of it")
     in_bytes, packed = _byte_modules(tensors), _packed_modules(tensors)
     if packed:
         found: QuantizationConfig | None = _packing(model_dir, config, *next(iter(packed.items())))
@@ -87,6 +95,18 @@ def _settings(model_dir: Path, config: Fields | None) -> QuantizationConfig | No
     return read_hf_quant_config(
         Fields(model_dir / HF_QUANT_CONFIG, read_json_object(model_dir, HF_QUANT_CONFIG, ConfigError))
     )
+
+
+def _expert_modules(tensors: Mapping[str, StoredTensor]) -> dict[str, Scheme]:
+    """Return the modules of experts whose codes are stored together, one for each projection of each expert."""
+    return {
+        f"{experts}.{expert}.{projection}": MXFP4
+        for name, tensor in tensors.items()
+        for experts, _, end in (name.rpartition("."),)
+        if tensor.dtype == "U8" and tensor.shape
+        for projection in _EXPERTS.get(end, ())
+        for expert in range(tensor.shape[0])
+    }
 
 
 def _byte_modules(tensors: Mapping[str, StoredTensor]) -> list[str]:

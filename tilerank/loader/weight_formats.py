@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Format, Fp8, GroupInt8, Int4, Int8, TokenInt8
+from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Format, Fp8, GroupInt8, Int4, Int8, Mxfp4, TokenInt8
 from tilerank.parallel.sharding import WeightFormats
 
 from .quantization_config import (
@@ -58,6 +58,8 @@ def stored_format(scheme: Scheme) -> Format | None:
         return Fp8(rows, columns) if rows and columns else ChannelFp8() if rows else Fp8(*_FP8_BLOCK)
     if scheme.layout == "int8":
         return BlockInt8(rows, columns) if rows and columns else TokenInt8()
+    if scheme.layout == "mxfp4":
+        return Mxfp4()
     # Larger groups are held as several with the same scale, unless there is one alone.
     group = max(size for size in INT4_GROUPS if columns % size == 0) if columns else 0
     return (Int4 if scheme.bits == 4 else GroupInt8)(group, zero_points=not scheme.symmetric)
@@ -68,6 +70,8 @@ def _asked_format(quantization: Quantization) -> Format:
         return Int8()
     if quantization.codes == "fp8":
         return ChannelFp8(_FP8_GROUP)
+    if quantization.codes == "mxfp4":
+        return Mxfp4()
     zero_points = quantization.zero_points
     return Int4(
         quantization.group or DEFAULT_INT4_GROUP, DEFAULT_INT4_ZERO_POINTS if zero_points is None else zero_points

@@ -11,6 +11,7 @@ from tilerank.kernels.weight_formats.channel_fp8 import ChannelFp8
 from tilerank.kernels.weight_formats.fp8 import Fp8
 from tilerank.kernels.weight_formats.group_int8 import GroupInt8
 from tilerank.kernels.weight_formats.int4 import Int4
+from tilerank.kernels.weight_formats.mxfp4 import Mxfp4
 from tilerank.kernels.weight_formats.output_scaled import OutputScaledFormat, OutputScaledWeight
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -23,7 +24,8 @@ LONG_GROUPS: list[Form] = [
 ]  # longer than the pieces that are expanded at a time
 FORMATS: list[Form] = [Int4(32), Int4(64, True), Int4(128), Int4(128, True), Fp8(32, 32), Fp8(64, 96), Fp8(128, 128)]
 FORMATS += [BlockInt8(32, 32), BlockInt8(64, 96), BlockInt8(128, 128)]
-FORMATS += [Int4(0), GroupInt8(32, True), GroupInt8(128), GroupInt8(0), ChannelFp8(), ChannelFp8(128)]
+FORMATS += [Int4(0), GroupInt8(32, True), GroupInt8(128), GroupInt8(0), ChannelFp8(), ChannelFp8(128), Mxfp4()]
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=F64)
 Weight = OutputScaledWeight | ByteCodesWeight
 Form = OutputScaledFormat | Fp8 | BlockInt8
 
@@ -33,6 +35,13 @@ def filled(form: Form, n: int, k: int, seed: int = 0) -> tuple[Weight, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weight = form.empty(n, k)
     if isinstance(weight, OutputScaledWeight) and isinstance(form, OutputScaledFormat):
+        if isinstance(form, Mxfp4):
+            codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+            exponents = torch.randint(115, 125, (n, -(-k // 32)), generator=generator, dtype=torch.uint8)
+            weight.write_codes(codes)
+            weight.write_scales(exponents)
+            values = E2M1[codes.int() & 7] * (1 - 2.0 * (codes > 7))
+            return weight, values * by_input((exponents.double() - 127).exp2(), 32, k)
         group = form.group or k
         groups, count = -(-k // group), 16 if isinstance(form, Int4) else 256
         codes = torch.randint(0, count, (n, k), generator=generator, dtype=torch.uint8)

@@ -8,7 +8,7 @@ import torch
 from matrices import inside_nan, randn
 from torch.nn import functional
 
-from tests.kernels.block_scaled.forms import BF16, F32, F64, FORMATS, LONG_GROUPS, Form, assert_close, filled
+from tests.kernels.block_scaled.forms import BF16, E2M1, F32, F64, FORMATS, LONG_GROUPS, Form, assert_close, filled
 from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
 from tilerank.kernels.latent import head_linear
@@ -20,6 +20,7 @@ from tilerank.kernels.weight_formats.channel_fp8 import ChannelFp8
 from tilerank.kernels.weight_formats.fp8 import Fp8
 from tilerank.kernels.weight_formats.group_int8 import GroupInt8
 from tilerank.kernels.weight_formats.int4 import Int4
+from tilerank.kernels.weight_formats.mxfp4 import Mxfp4
 from tilerank.kernels.weight_formats.output_scaled import OutputScaledFormat
 
 
@@ -59,7 +60,7 @@ def test_product_larger_than_every_block(form: Form) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [Int4(32), Int4(64, True), Int4(160), Fp8(64, 96), BlockInt8(64, 96), GroupInt8(64, True), ChannelFp8()],
+    [Int4(32), Int4(64, True), Int4(160), Mxfp4(), Fp8(64, 96), BlockInt8(64, 96), GroupInt8(64, True), ChannelFp8()],
     ids=str,
 )
 @pytest.mark.parametrize("n, k", [(40, 70), (70, 1344)])
@@ -126,6 +127,23 @@ def test_all_int4_codes_and_zeros(rung: str) -> None:
         assert torch.equal(linear(x, weight, out_dtype=F32), ((code - zero) * 0.5).expand(m, -1))
 
 
+def test_all_mxfp4_codes_and_exponents(rung: str) -> None:
+    """Every code times 1 is exact with every kind of exponent: values of 0 are subnormal, those of 254 overflow from 2
+    on, as floats do."""
+    exponents = torch.tensor([0, 1, 2, 126, 127, 128, 253, 254]).repeat_interleave(16)
+    codes = torch.arange(16).repeat(8)
+    weight = Mxfp4().empty(128, 64)
+    weight.write_codes(codes.to(torch.uint8)[:, None].clone(), 0, 37)
+    weight.write_scales(torch.full((128, 1), 127, dtype=torch.uint8))
+    weight.write_scales(exponents.to(torch.uint8)[:, None], 0, 1)
+    values = (E2M1[codes & 7] * (1 - 2.0 * (codes > 7)) * (exponents.double() - 127).exp2()).float()
+    assert values[1] == 2.0**-128 and values[-8 - 4].isinf() and torch.equal(weight.unpack()[:, 37], values)
+    for m in (1, 3, 8, 9, 16, 20):
+        x = torch.zeros(m, 64, dtype=BF16)
+        x[:, 37] = 1
+        assert torch.equal(linear(x, weight, out_dtype=F32), values.expand(m, -1))
+
+
 @pytest.mark.parametrize("form", [Int4(32), Int4(32, zero_points=True), Fp8(32, 32), BlockInt8(32, 32)], ids=str)
 def test_writing_nothing_changes_nothing(rung: str, form: Form) -> None:
     weight = form.empty(33, 64)
@@ -151,7 +169,7 @@ def test_infinite_and_nan_inputs_stay_in_their_row(rung: str, form: Form, m: int
 
 @pytest.mark.parametrize(
     "form",
-    [Int4(32), Int4(64, True), Fp8(32, 64), BlockInt8(32, 64), GroupInt8(32), ChannelFp8(), ChannelFp8(64)],
+    [Int4(32), Int4(64, True), Mxfp4(), Fp8(32, 64), BlockInt8(32, 64), GroupInt8(32), ChannelFp8(), ChannelFp8(64)],
     ids=str,
 )
 @pytest.mark.parametrize("hidden, width", [(70, 40), (192, 96)])

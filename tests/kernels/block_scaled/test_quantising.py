@@ -8,7 +8,7 @@ import torch
 from matrices import inside_nan, randn
 from torch.nn import functional
 
-from tests.kernels.block_scaled.forms import BF16, F32, F64, FORMATS, Form, assert_close, by_input, filled
+from tests.kernels.block_scaled.forms import BF16, E2M1, F32, F64, FORMATS, Form, assert_close, by_input, filled
 from tilerank.kernels import core
 from tilerank.kernels.linear import linear
 from tilerank.kernels.reference import weight_formats as reference
@@ -18,6 +18,7 @@ from tilerank.kernels.weight_formats.channel_fp8 import ChannelFp8
 from tilerank.kernels.weight_formats.fp8 import Fp8
 from tilerank.kernels.weight_formats.group_int8 import GroupInt8
 from tilerank.kernels.weight_formats.int4 import Int4
+from tilerank.kernels.weight_formats.mxfp4 import Mxfp4
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -51,6 +52,14 @@ def test_quantise(rung: str, form: Form, source: torch.dtype) -> None:
         scale = by_input(largest[..., 0] / 448 * (2 if form.group else 1), group, k)
         assert (error.abs() <= torch.maximum(plain.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)).all()
         return
+    if isinstance(form, Mxfp4):
+        # Between 2 and 6 a unit, values are at most a unit apart on either side of the number, above 6 at most 2.
+        unit = (groups.abs().amax(-1).log2().floor() - 2).exp2()
+        assert (error.abs() <= by_input(unit, 32, k) * 2).all()
+        clipped = groups / unit[..., None]
+        codes = (clipped.abs()[..., None] - E2M1).abs().argmin(-1)
+        assert error.square().sum() < ((E2M1[codes] - clipped.abs()) * unit[..., None]).square().sum()
+        return
     if isinstance(form, GroupInt8):
         assert (error.abs() <= by_input(groups.abs().amax(-1) / 254, group, k) * 1.02).all()
         return
@@ -78,6 +87,25 @@ def test_fp8_in_groups_is_quantised_to_the_same_bits_on_every_rung(rung: str, gr
     expected.write_scales(scales)
     assert torch.equal(weight.unpack().nan_to_num(7), expected.unpack().nan_to_num(7))
     assert torch.equal(weight.scales.nan_to_num(7), expected.scales.nan_to_num(7))
+
+
+def test_mxfp4_is_quantised_to_the_same_bits_on_every_rung(rung: str) -> None:
+    """By hand where the exponents are those of OCP; otherwise as the reference does, whatever the magnitudes."""
+    plain = randn(70, 101) * 10.0 ** torch.linspace(-44, 37, 70)[:, None]
+    plain[3], plain[4, 5], plain[5, 60:], plain[6] = 0.0, torch.inf, 1.0, plain[6].abs()
+    plain[7, :8] = torch.tensor([6.0, -5, 3.5, -2.5, 0.25, 0.75, 1.75, -0.0]) / 4
+    plain[7, 8:32], plain[8, 32:64] = 0, -6
+    weight = Mxfp4().empty(70, 101)
+    weight.write(plain)
+    codes, exponents = reference.quantise_mxfp4(plain)
+    expected = Mxfp4().empty(70, 101)
+    expected.write_codes(codes[:, :101])
+    expected.write_scales(exponents)
+    assert torch.equal(weight.unpack().nan_to_num(7), expected.unpack().nan_to_num(7))
+    assert torch.equal(weight.scales, expected.scales)
+    found = weight.unpack()
+    assert (found[7, :8] * 4).tolist() == [6, -4, 4, -2, 0, 1, 2, 0] and (found[8, 32:64] == -6).all()
+    assert found[4, :32].isnan().all() and not found[3].any() and (found[5, 64:96] == 1).all()
 
 
 @pytest.mark.parametrize("zero_points", [False, True])

@@ -62,6 +62,7 @@ def test_linear_counts_weights_and_agrees_with_torch() -> None:
                 "token-int8",
                 "int4",
                 "int4-g32",
+                "mxfp4",
                 "fp8",
                 "block-int8",
                 "channel-fp8",

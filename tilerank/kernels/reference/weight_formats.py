@@ -101,6 +101,52 @@ def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Ten
     return codes.to(torch.uint8), torch.where(finite, scales, torch.nan), zeros.to(torch.uint8)
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The values of the codes of E2M1."""
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Return 2^(e - 127) of exponents uint8 (E8M0), NaN for 255."""
+    bits = exponents.int()
+    powers = torch.where(bits == 0, 2.0**-127, (bits << 23).view(torch.float32))
+    return torch.where(bits == 255, torch.nan, powers)
+
+
+def quantise_mxfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows[r, k] float32 in blocks of 32 inputs: x ~ E2M1[code] * 2^(e - 127).
+
+    Returns codes [r, k rounded up to blocks] uint8 and exponents [r, blocks] uint8. Of the exponent that OCP gives, by
+    which the largest magnitude of a block is from 4 to below 8 and one from 6 on is clipped to 6, and of the next one,
+    that with the smaller sum of squared errors is used. A block with an infinity or NaN has the exponent 255.
+    """
+    r, k = rows.shape
+    x = F.pad(rows, (0, -k % 32)).view(r, -(-k // 32), 32)
+    finite = x.isfinite().all(-1)
+    x = torch.where(finite[..., None], x, 0.0)
+    least = (x.abs().amax(-1).view(torch.int32) >> 23) - 2  # biased; the largest is below 8 * 2^least
+    best, codes = torch.full_like(least, 255), torch.zeros_like(x, dtype=torch.uint8)
+    error = torch.full(least.shape, torch.inf)
+    for step in (0, 1):
+        exponents = (least + step).clamp(min=0)
+        steps = x * powers_of_two((254 - exponents).to(torch.uint8))[..., None]
+        found = _e2m1_codes(steps)
+        difference = steps - E2M1[found.int()]
+        squares = _ordered_sum(difference * difference) * 4**step  # in units of the first exponent's scale
+        better = finite & (squares < error)
+        error, best = torch.where(better, squares, error), torch.where(better, exponents, best)
+        codes = torch.where(better[..., None], found, codes)
+    return codes.flatten(1), best.to(torch.uint8)
+
+
+def _e2m1_codes(x: Tensor) -> Tensor:
+    """Return the codes of the nearest values, of two equally near that with the even code; magnitudes above 6 are 6."""
+    magnitude = x.abs().clamp(max=6)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    rounded = (magnitude / step).round() * step
+    code = torch.searchsorted(E2M1[:8], rounded.contiguous())
+    return (code + 8 * x.signbit()).to(torch.uint8)
+
+
 def _ordered_sum(x: Tensor) -> Tensor:
     """Return the sums of x[.., n] in the order of csrc/block_scaled/pack_block_scaled.cpp: 16 sums of every 16th
     number, then their halves."""

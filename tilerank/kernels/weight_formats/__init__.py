@@ -12,6 +12,7 @@ from .fp8 import Fp8 as Fp8
 from .group_int8 import GroupInt8 as GroupInt8
 from .int4 import Int4 as Int4
 from .int8 import Int8 as Int8
+from .mxfp4 import Mxfp4 as Mxfp4
 from .output_scaled import OutputScaledFormat as OutputScaledFormat
 from .token_int8 import TokenInt8 as TokenInt8
 
@@ -20,6 +21,7 @@ LAYOUTS = (
     Int8.layout,
     TokenInt8.layout,
     Int4.layout,
+    Mxfp4.layout,
     Fp8.layout,
     BlockInt8.layout,
     ChannelFp8.layout,

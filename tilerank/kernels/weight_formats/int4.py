@@ -22,9 +22,9 @@ from .block_scaled import HALF_N, TILE_K
 from .checks import check_rectangle
 from .output_scaled import OutputScaledFormat, OutputScaledWeight, output_scaled_layout
 
-_TILE_BYTES = HALF_N * TILE_K // 2
+TILE_BYTES = HALF_N * TILE_K // 2
 
-_LAYOUT = output_scaled_layout("int4", _TILE_BYTES, "f16")
+_LAYOUT = output_scaled_layout("int4", TILE_BYTES, "f16")
 _PACK = Contract("Int4Weight.write_codes: w.values codes row:int col:int", kernel="pack_int4")
 
 
@@ -35,10 +35,7 @@ class Int4(OutputScaledFormat):
     layout = _LAYOUT
 
     def values(self, n: int, k: int) -> tuple[tuple[int, ...], torch.dtype]:
-        if core.isa() == "reference":
-            return (n, k), torch.int8
-        block = self.k_block
-        return (block_scaled.blocks(n), -(-k // block), block // TILE_K, 2, _TILE_BYTES), torch.uint8
+        return nibble_values(n, k, self.k_block), torch.int8 if core.isa() == "reference" else torch.uint8
 
     def empty(self, n: int, k: int) -> Int4Weight:
         values, scales, *zeros = block_scaled.allocate(self.arrays(n, k))
@@ -72,10 +69,19 @@ class Int4Weight(OutputScaledWeight):
 
     def codes(self) -> Tensor:
         """Return code - 8, [n, k] int8."""
-        if self.is_plain:
-            return self.values
-        # [blocks, tiles, halves, lines, outputs, inputs of a pair, bytes, nibbles]
-        data = self.values.reshape(self.values.shape[0], -1, 2, 4, 16, 2, 2)
-        nibbles = torch.stack([data & 15, data >> 4], -1)
-        codes = nibbles.permute(0, 2, 4, 1, 3, 6, 7, 5).reshape(data.shape[0] * BLOCK_N, -1)[: self.n, : self.k]
-        return (codes ^ 8).to(torch.int8) - 8
+        return self.values if self.is_plain else (unpack_nibbles(self.values, self.n, self.k) ^ 8).to(torch.int8) - 8
+
+
+def nibble_values(n: int, k: int, k_block: int) -> tuple[int, ...]:
+    """Return the shape of the packed codes of a weight[n, k]: [n, k] where kernels run in plain torch."""
+    if core.isa() == "reference":
+        return n, k
+    return block_scaled.blocks(n), -(-k // k_block), k_block // TILE_K, 2, TILE_BYTES
+
+
+def unpack_nibbles(values: Tensor, n: int, k: int) -> Tensor:
+    """Return packed codes as numbers from 0 to 15, [n, k] uint8."""
+    # [blocks, tiles, halves, lines, outputs, inputs of a pair, bytes, nibbles]
+    data = values.reshape(values.shape[0], -1, 2, 4, 16, 2, 2)
+    nibbles = torch.stack([data & 15, data >> 4], -1)
+    return nibbles.permute(0, 2, 4, 1, 3, 6, 7, 5).reshape(data.shape[0] * BLOCK_N, -1)[:n, :k]

@@ -1,4 +1,5 @@
-"""The common part of formats with a scale for each output and group of inputs: int4, int8 in groups, fp8 by channel.
+"""The common part of formats with a scale for each output and group of inputs: int4, mxfp4, int8 in groups, fp8 by
+channel.
 
     value = (code - zero) * scale
 
@@ -31,7 +32,7 @@ _K_BLOCK = 128
 
 
 def output_scaled_layout(format: str, tile_bytes: int, scale: str) -> Layout:
-    """Return the layout of a format. tile_bytes: of the codes of a tile; scale: "f16" or "f32"."""
+    """Return the layout of a format. tile_bytes: of the codes of a tile; scale: "f16", "f32" or "u8" (exponents)."""
     arrays = f"values[_, _, _, 2, {tile_bytes}]:u8 scales[_, _, {BLOCK_N}]:{scale} zeros[_, _, {BLOCK_N}]?:i8"
     return Layout(format, "OutputScaledWeight", arrays)
 
@@ -56,6 +57,10 @@ class OutputScaledFormat(ABC):
 
     @abstractmethod
     def empty(self, n: int, k: int) -> OutputScaledWeight: ...
+
+    def scale_values(self, stored: Tensor) -> Tensor:
+        """Return what stored scales stand for, as float32."""
+        return stored.float() * SCALE_UNIT if self.scale_dtype is torch.float16 else stored.float()
 
     @property
     def k_block(self) -> int:
@@ -130,7 +135,8 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
             self.write_zeros(zeros, row, first)
 
     def write_scales(self, scales: Tensor, row: int = 0, group: int = 0) -> None:
-        """Write scales[r, groups], floats, from row `row` and group `group` on; in float16 of magnitude up to 255."""
+        """Write scales[r, groups], floats or exponents, from row `row` and group `group` on; in float16 of magnitude up
+        to 255."""
         self._check_groups("write_scales: scales", scales, row, group)
         if self.format.scale_dtype is torch.float16:
             most = scales.abs().amax().item() if scales.numel() else 0
@@ -169,9 +175,7 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
     def unpack(self) -> Tensor:
         """Return the quantised weight[n, k] as float32."""
         values = self.codes().float()
-        scales = self._by_input(self.scales).float()
-        if self.format.scale_dtype is torch.float16:
-            scales *= SCALE_UNIT
+        scales = self._by_input(self.format.scale_values(self.scales))
         return values * scales if self.zeros is None else (values - self._by_input(self.zeros)) * scales
 
     def _by_input(self, array: Tensor) -> Tensor:

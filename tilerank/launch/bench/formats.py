@@ -2,7 +2,18 @@
 
 import torch
 
-from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Float, Format, Fp8, GroupInt8, Int4, Int8, TokenInt8
+from tilerank.kernels.weight_formats import (
+    BlockInt8,
+    ChannelFp8,
+    Float,
+    Format,
+    Fp8,
+    GroupInt8,
+    Int4,
+    Int8,
+    Mxfp4,
+    TokenInt8,
+)
 
 WEIGHT_FORMATS: dict[str, Format] = {
     "bfloat16": Float(torch.bfloat16),
@@ -11,6 +22,7 @@ WEIGHT_FORMATS: dict[str, Format] = {
     "token-int8": TokenInt8(),
     "int4": Int4(128),
     "int4-g32": Int4(32),
+    "mxfp4": Mxfp4(),
     "fp8": Fp8(128, 128),
     "channel-fp8": ChannelFp8(),
     "fp8-g128": ChannelFp8(128),

@@ -36,6 +36,7 @@ FORMAT_NAMES = (
     "token-int8",
     "int4",
     "int4-g32",
+    "mxfp4",
     "fp8",
     "channel-fp8",
     "fp8-g128",

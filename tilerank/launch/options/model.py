@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tilerank.runtime.rank.rank_config import RankConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
-CODES = ("int8", "int4", "fp8")
+CODES = ("int8", "int4", "fp8", "mxfp4")
 KV_DTYPES = ("auto", "bfloat16", "bf16", "int8")
 KV_SPLIT_HELP = "latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays"
 DEFAULT_FRACTION = 0.8

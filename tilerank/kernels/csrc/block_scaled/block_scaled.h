@@ -1,16 +1,18 @@
-// The memory layout of block-scaled weights (int4, fp8, int8), the same for every compiled rung. A K-block is a run of
-// inputs that share a scale. As in pack.h, a weight consists of blocks of 32 outputs, each stored sequentially over k
-// as tiles of 32 inputs in two halves of 16 outputs. Values and scales are separate arrays:
+// The memory layout of block-scaled weights (int4, mxfp4, fp8, int8), the same for every compiled rung. A K-block is a
+// run of inputs that share a scale. As in pack.h, a weight consists of blocks of 32 outputs, each stored sequentially
+// over k as tiles of 32 inputs in two halves of 16 outputs. Values and scales are separate arrays:
 //
 //   values: u8 [n / 32][K-blocks][tiles of 32 inputs of a K-block][2][bytes of a tile of 16 outputs]
 //     int4: [4 lines][32 words][4 nibbles]   nibble j of word w of line l: output w / 2, input 8 l + 2 j + w % 2, as
 //                                            code - 8 in two's complement, so that zeroed memory stands for 0
+//     mxfp4: the same with the codes of E2M1: a sign above 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 //     fp8, int8: [8 lines][4][2 pairs][8 bytes]   byte b of pair p of part q of line l: output 4 q + b / 2, input
 //                                            4 l + 2 p + b % 2, the order that interleaving two registers restores
 //   scales:
 //     int4, group int8: f16 [n / 32][K-blocks][32 outputs], times 2^8: represents f16 and bf16 scales of checkpoints
 //                       exactly
 //     channel fp8: f32 [n / 32][1][32 outputs]; one scale may stand for all K-blocks in the two formats above, too
+//     mxfp4: u8 [n / 32][K-blocks][32 outputs], exponents (E8M0): e means 2^(e - 127), 255 NaN
 //     fp8, block int8: f32 [n / 32][K-blocks]
 //   zeros (int4 and group int8, optional): i8, as the scales: the value that stands for 0; default: 0
 //
@@ -30,6 +32,12 @@ alignas(32) inline constexpr uint16_t kInt4Values[16] = {0x0000, 0x3f80, 0x4000,
                                                          0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
                                                          0xc080, 0xc040, 0xc000, 0xbf80};
 
+// The values of E2M1 as bf16 bits, and twice these values, which are integers.
+alignas(32) inline constexpr uint16_t kE2m1Values[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+                                                         0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0,
+                                                         0xc000, 0xc040, 0xc080, 0xc0c0};
+alignas(16) inline constexpr int8_t kE2m1Doubles[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 // The bits of the bf16 value of an fp8 code without its sign.
 constexpr int fp8_value(int code) {
   if (code == 0) return 0;
@@ -48,6 +56,7 @@ constexpr int int8_value(int place) {
 }
 
 constexpr int int4_value(int code) { return kInt4Values[code % 16]; }
+constexpr int e2m1_value(int code) { return kE2m1Values[code % 16]; }
 
 // The low and the high byte of the value of every code.
 template <int kCodes>
@@ -61,7 +70,8 @@ struct ValueBytes {
     }
   }
 };
-inline constexpr ValueBytes<64> kInt4Bytes{int4_value};  // the table of 16 codes, four times
+// The tables of 16 codes, four times.
+inline constexpr ValueBytes<64> kInt4Bytes{int4_value}, kE2m1Bytes{e2m1_value};
 inline constexpr ValueBytes<128> kFp8Values{fp8_value}, kInt8Values{int8_value};
 
 // A scale for each output and each K-block, or one for all K-blocks. Formats without zero points have no `zeros`.

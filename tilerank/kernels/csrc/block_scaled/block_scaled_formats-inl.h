@@ -43,6 +43,7 @@ struct BlockScales : PackedValues {
 
 static inline Vec load_scale(const f16* at) { return load(at) * set(kGroupScaleUnit); }
 static inline Vec load_scale(const float* at) { return load(at); }
+static inline Vec load_scale(const uint8_t* at) { return powers_of_two(at); }
 
 // A scale for each output and each K-block, or one for all K-blocks.
 template <class Scale, bool kZeros>
@@ -81,14 +82,16 @@ struct OutputScales : PackedValues {
   }
 };
 
-struct Int4 : OutputScales<f16, true> {
+// Two codes in a byte. Codes says what they stand for.
+template <class Codes, class Scales>
+struct NibbleCodes : Scales {
   static constexpr int64_t kPackedTile = 256;
-  static constexpr int kExponent = 0;
+  static constexpr int kExponent = Codes::kExponent;
   static constexpr bool kWaitsForMemory = false;
   static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
   static constexpr int64_t kFewRows = kLanes == 16 ? 2 * kMostRows : kMostRows;
 
-  using OutputScales::OutputScales;
+  using Scales::Scales;
 
 #ifdef TR_AMX
   // Inlined, because with few rows it runs between any two products.
@@ -96,7 +99,7 @@ struct Int4 : OutputScales<f16, true> {
     // The low and the high byte of each value come from separate byte tables. A lookup of bytes (vpermb) occupies one
     // vector port and serves twice as many codes as a lookup of words, which occupies two. Only the low six bits of an
     // index count, so the table is repeated four times and the bits above a nibble need no mask.
-    const Ints low_bytes = load_ints(kInt4Bytes.low), high_bytes = load_ints(kInt4Bytes.high);
+    const Ints low_bytes = load_ints(Codes::kBytes.low), high_bytes = load_ints(Codes::kBytes.high);
     const Ints even = halves(0x00ff);
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line, to += 4 * 32) {
@@ -120,26 +123,65 @@ struct Int4 : OutputScales<f16, true> {
     template <int P>
     Pair pair() const {
 #ifdef TR_BF16
-      return {lookup_halves(kInt4Values, shift_halves_down<4 * P>(codes))};
-#elif defined(TR_AVX512)
-      return {value(shift_down<4 * P>(codes)), value(shift_down<16 + 4 * P>(codes))};
+      return {lookup_halves(Codes::kValues, shift_halves_down<4 * P>(codes))};
+#elif defined(TR_AVX512)  // only the low four bits of an index count
+      const Vec values = load(Codes::kValues);
+      return {lookup(values, shift_down<4 * P>(codes)), lookup(values, shift_down<16 + 4 * P>(codes))};
 #else
-      return {value(shift_left<28 - 4 * P>(codes)), value(shift_left<12 - 4 * P>(codes))};
+      return Codes::template pair<P>(codes);
 #endif
     }
-
-#ifdef TR_AVX512
-   private:
-    // Only the low four bits of an index count.
-    static Vec value(Ints index) {
-      alignas(64) static constexpr float kValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-      return lookup(load(kValues), index);
-    }
-#else
-   private:
-    static Vec value(Ints topmost) { return to_vec(shift_right<28>(topmost)); }
-#endif
   };
+#endif
+};
+
+// Codes in two's complement.
+struct Int4Codes {
+  static constexpr int kExponent = 0;
+#ifdef TR_AMX
+  static constexpr const auto& kBytes = kInt4Bytes;
+#elif defined(TR_BF16)
+  static constexpr const uint16_t* kValues = kInt4Values;
+#elif defined(TR_AVX512)
+  alignas(64) static constexpr float kValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+#else
+  template <int P>
+  static Pair pair(Ints codes) {
+    return {value(shift_left<28 - 4 * P>(codes)), value(shift_left<12 - 4 * P>(codes))};
+  }
+
+ private:
+  static Vec value(Ints topmost) { return to_vec(shift_right<28>(topmost)); }
+#endif
+};
+
+// Codes of E2M1.
+struct E2m1Codes {
+#ifdef TR_AMX
+  static constexpr int kExponent = 0;
+  static constexpr const auto& kBytes = kE2m1Bytes;
+#elif defined(TR_BF16)
+  static constexpr int kExponent = 0;
+  static constexpr const uint16_t* kValues = kE2m1Values;
+#elif defined(TR_AVX512)
+  static constexpr int kExponent = 0;
+  alignas(64) static constexpr float kValues[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
+                                                    -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+#else
+  static constexpr int kExponent = -1;  // pair() returns doubles of values
+
+  template <int P>
+  static Pair pair(Ints codes) {
+    const Ints nibbles = both(P % 2 ? shift_halves_down<4>(codes) : codes, bytes(15));
+    const Ints doubles = lookup_nibbles(kE2m1Doubles, nibbles);
+    return {value<P / 2>(doubles), value<P / 2 + 2>(doubles)};
+  }
+
+ private:
+  template <int kByte>
+  static Vec value(Ints doubles) {
+    return to_vec(shift_right<24>(shift_left<24 - 8 * kByte>(doubles)));
+  }
 #endif
 };
 
@@ -252,6 +294,8 @@ struct Int8Codes {
 
 #endif
 
+using Int4 = NibbleCodes<Int4Codes, OutputScales<f16, true>>;
+using Mxfp4 = NibbleCodes<E2m1Codes, OutputScales<uint8_t, false>>;
 using Fp8 = ByteCodes<Fp8Codes, BlockScales>;
 using BlockInt8 = ByteCodes<Int8Codes, BlockScales>;
 using ChannelFp8 = ByteCodes<Fp8Codes, OutputScales<float, false>>;

@@ -73,7 +73,7 @@ class KBlockScale {
  public:
   KBlockScale(const Format& weight, int64_t block, int64_t k_block) : has_zeros_(weight.has_zeros()) {
     for (int v = 0; v < kVecs; ++v) {
-      scales_[v] = weight.scale(block, k_block, v) * set(static_cast<float>(1 << Format::kExponent));
+      scales_[v] = weight.scale(block, k_block, v) * set(kUnit);
       if (has_zeros_) less_[v] = weight.negative_zero(block, k_block, v);
     }
   }
@@ -99,6 +99,9 @@ class KBlockScale {
   }
 
  private:
+  static constexpr int kExponent = Format::kExponent;
+  static constexpr float kUnit = kExponent < 0 ? 1.0f / (1 << -kExponent) : 1 << kExponent;
+
   const bool has_zeros_;
   Vec scales_[kVecs], less_[kVecs];
 };

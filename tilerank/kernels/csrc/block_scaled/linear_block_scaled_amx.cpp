@@ -82,6 +82,7 @@ static void linear(const LinearArgs& args, const typename Format::Weight& w, Tea
 }
 
 TR_LINEAR(int4, OutputScaledWeight, linear<Int4>)
+TR_LINEAR(mxfp4, OutputScaledWeight, linear<Mxfp4>)
 TR_LINEAR(fp8, ByteCodesWeight, linear<Fp8>)
 TR_LINEAR(block_int8, ByteCodesWeight, linear<BlockInt8>)
 TR_LINEAR(channel_fp8, OutputScaledWeight, linear<ChannelFp8>)

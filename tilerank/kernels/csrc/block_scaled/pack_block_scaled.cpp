@@ -381,6 +381,10 @@ TR_ENTRY(pack_int4, Team& team, const Tensor& w_values, const Tensor& codes, int
   pack_codes(w_values, codes, {codes, row, col}, 8, team, put_int4);
 }
 
+TR_ENTRY(pack_mxfp4, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t col) {
+  pack_codes(w_values, codes, {codes, row, col}, 0, team, put_int4);
+}
+
 TR_ENTRY(pack_bytes, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t col) {
   pack_codes(w_values, codes, {codes, row, col}, 0, team, put_bytes);
 }

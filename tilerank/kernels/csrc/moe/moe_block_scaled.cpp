@@ -50,6 +50,7 @@ class BlockScaledProduct {
 };
 
 TR_MOE(int4, OutputScaledWeight, RowExperts<BlockScaledProduct<Int4> >)
+TR_MOE(mxfp4, OutputScaledWeight, RowExperts<BlockScaledProduct<Mxfp4> >)
 TR_MOE(fp8, ByteCodesWeight, RowExperts<BlockScaledProduct<Fp8> >)
 TR_MOE(block_int8, ByteCodesWeight, RowExperts<BlockScaledProduct<BlockInt8> >)
 TR_MOE(channel_fp8, OutputScaledWeight, RowExperts<BlockScaledProduct<ChannelFp8> >)

@@ -111,6 +111,7 @@ struct Of {
 };
 
 TR_MOE(int4, OutputScaledWeight, TileExperts<Of<Int4>::Product, float, false>)
+TR_MOE(mxfp4, OutputScaledWeight, TileExperts<Of<Mxfp4>::Product, float, false>)
 TR_MOE(fp8, ByteCodesWeight, TileExperts<Of<Fp8>::Product, float, false>)
 TR_MOE(block_int8, ByteCodesWeight, TileExperts<Of<BlockInt8>::Product, float, false>)
 TR_MOE(channel_fp8, OutputScaledWeight, TileExperts<Of<ChannelFp8>::Product, float, false>)

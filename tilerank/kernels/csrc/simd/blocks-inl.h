@@ -130,6 +130,11 @@ static inline __m128i half_of(Ints x) {
   return _mm256_extracti128_si256(x, kUpper);
 }
 static inline Vec load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+// The entry of a table of 16 bytes for every index below 16.
+static inline Ints lookup_nibbles(const int8_t* table, Ints indices) {
+  const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), indices);
+}
 #endif
 
 static inline Ints words(int32_t x) { return TR_VECTOR(set1_epi32)(x); }
@@ -164,6 +169,16 @@ static inline Ints shift_halves_right(Ints x) {
 template <int kBits>
 static inline Ints shift_halves_down(Ints x) {
   return TR_VECTOR(srli_epi16)(x, kBits);
+}
+
+// 2^(e - 127) for kLanes bytes e; infinity for 255.
+static inline Vec powers_of_two(const uint8_t* p) {
+#ifdef TR_AVX512
+  const __m512i exponents = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  const __m256i exponents = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#endif
+  return vec_of(max_words(shift_left<23>(exponents), words(0x400000)));  // 2^-127 is subnormal
 }
 
 // kLanes halves as floats: the bits of f16, or integers.
