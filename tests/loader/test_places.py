@@ -19,9 +19,9 @@ from tilerank.loader.errors import CheckpointError
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.experts import FusedOrder, ParallelExperts
-from tilerank.parallel.linear import QKVParallelLinear
 from tilerank.parallel.parameters import Layer, WeightParameter
 from tilerank.parallel.sharding import Sharding, WeightFormats
+from tilerank.parallel.stacked import QKVParallelLinear
 from tilerank.runtime.rank.registry import build_model
 
 COUNT, HIDDEN, WIDTH = 3, 64, 80
@@ -168,9 +168,9 @@ def test_queries_keys_and_values_in_one_tensor(tmp_path: Path, size: int, strate
         three = QKVParallelLinear("a", 40, 4, 4, 8, sharding, bias=True)
         read += load(one, tmp_path).bytes_read
         load(three, apart)
-        assert torch.equal(one.weight.packed.unpack(), three.weight.packed.unpack())
-        assert one.bias is not None and three.bias is not None
-        assert torch.equal(one.bias.data, three.bias.data)
+        assert torch.equal(one.stacks[0].weight.packed.unpack(), three.stacks[0].weight.packed.unpack())
+        assert one.stacks[0].bias is not None and three.stacks[0].bias is not None
+        assert torch.equal(one.stacks[0].bias.data, three.stacks[0].bias.data)
     assert read == weight.nbytes + bias.nbytes
 
 

@@ -107,8 +107,10 @@ def test_biases_that_are_announced_and_missing_are_zeros(write: Write, caplog: p
         model = load(model_dir)
     assert "in no file, and taken as zeros: model.layers.0.mlp.down_proj.bias (and 7 more)" in caplog.text
     attention = model.layers[0].mixer
-    assert isinstance(attention, SelfAttention) and attention.qkv.bias is not None and attention.out.bias is not None
-    assert attention.qkv.bias.data.eq(0.5).all() and not attention.out.bias.data.any()
+    assert isinstance(attention, SelfAttention)
+    of_heads, of_output = attention.qkv.stacks[0].bias, attention.out.bias
+    assert of_heads is not None and of_heads.data.eq(0.5).all()
+    assert of_output is not None and not of_output.data.any()
 
 
 def with_biases(value: float, *modules: str) -> Callable[[Tensors], object]:
@@ -132,17 +134,18 @@ def test_biases_that_config_denies_are_used(write: Write) -> None:
     ]
     first, second = (layer for layer in load(model_dir).layers)
     assert isinstance(first.mixer, SelfAttention) and isinstance(second.mixer, SelfAttention)
-    assert first.mixer.qkv.bias is not None and not first.mixer.qkv.bias.data.any()
-    assert second.mixer.qkv.bias is not None and second.mixer.out.bias is not None
+    biases = [layer.qkv.stacks[0].bias for layer in (first.mixer, second.mixer)]
+    assert biases[0] is not None and not biases[0].data.any()
+    assert biases[1] is not None and second.mixer.out.bias is not None
     queries = 64  # the rows of q
-    assert second.mixer.qkv.bias.data.flatten()[:queries].eq(0.5).all() and not second.mixer.out.bias.data.any()
+    assert biases[1].data.flatten()[:queries].eq(0.5).all() and not second.mixer.out.bias.data.any()
 
 
 def test_biases_of_zeros_have_no_effect(write: Write) -> None:
     model_dir, _ = write({"attention_bias": False}, with_biases(0.0, "q_proj", "down_proj"))
     assert read_card(model_dir).overruled == ()
     attention = load(model_dir).layers[1].mixer
-    assert isinstance(attention, SelfAttention) and attention.qkv.bias is None
+    assert isinstance(attention, SelfAttention) and attention.qkv.stacks[0].bias is None
 
 
 def test_other_biases_without_a_place_are_refused(write: Write) -> None:

@@ -95,7 +95,7 @@ def test_every_rank_holds_its_rectangles(llama: Path, dtype: torch.dtype, size: 
         if rows[0] < rows[1]:
             kv = attention.qkv.heads.kv[rank].scaled(config.head_dim)
             sizes = [attention.qkv.q_heads * config.head_dim, kv.size, kv.size]
-            q, k, v = torch.split(attention.qkv.weight.packed.unpack(), sizes)
+            q, k, v = torch.split(attention.qkv.stacks[0].weight.packed.unpack(), sizes)
             expect(q, whole[f"{name}.self_attn.q_proj.weight"], rows, hidden)
             expect(k, whole[f"{name}.self_attn.k_proj.weight"], (kv.start, kv.stop), hidden)
             expect(v, whole[f"{name}.self_attn.v_proj.weight"], (kv.start, kv.stop), hidden)

@@ -5,13 +5,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tilerank.kernels.weight_formats import ChannelFp8, Float, Format, Fp8, Int4, Int8
+from tilerank.kernels.weight_formats import ChannelFp8, Float, Format, Fp8, Int4, Int8, TokenInt8
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding
 from tilerank.parallel.errors import ShardError
-from tilerank.parallel.linear import GateUpParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from tilerank.parallel.linear import GateUpParallelLinear, ReplicatedLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.shard import Span, cut_heads
 from tilerank.parallel.sharding import Sharding, WeightFormats
+from tilerank.parallel.stacked import QKVParallelLinear, StackedLinear
 
 BF16 = Float(torch.bfloat16)
 
@@ -27,9 +28,14 @@ def stored(projections: Format, keeps: str = "none") -> WeightFormats:
     )
 
 
+def stacks(layer: StackedLinear) -> list[tuple[int, Format]]:
+    """Return the rows and the format of each weight."""
+    return [(stack.weight.n, stack.weight.format) for stack in layer.stacks]
+
+
 def test_which_layers_are_quantised_while_loading() -> None:
-    s = sharding(WeightFormats(Int4(32, zero_points=True), Int8()))
-    assert QKVParallelLinear("a", 64, 4, 2, 16, s).weight.format == Int4(32, zero_points=True)
+    s = sharding(WeightFormats(Int4(32, zero_points=True), Int8(), values=TokenInt8()))
+    assert stacks(QKVParallelLinear("a", 64, 4, 2, 16, s)) == [(96, Int4(32, zero_points=True)), (32, TokenInt8())]
     assert RowParallelLinear("a.o_proj", 64, 64, s, span=s.cut(64).spans[0]).weight.format == Int4(32, zero_points=True)
     assert GateUpParallelLinear("m", 64, 96, s).weight.format == Int4(32, zero_points=True)
     assert ParallelLMHead("lm_head", 64, 96, s).weight.format == Int8()
@@ -41,11 +47,11 @@ def test_which_layers_are_quantised_while_loading() -> None:
 
 def test_which_layers_are_quantised_in_the_checkpoint() -> None:
     s = sharding(stored(Int8(), keeps="layers.1."))
-    assert QKVParallelLinear("layers.0.a", 64, 4, 2, 16, s).weight.format == Int8()
-    assert QKVParallelLinear("layers.1.a", 64, 4, 2, 16, s).weight.format == BF16
+    assert stacks(QKVParallelLinear("layers.0.a", 64, 4, 2, 16, s)) == [(128, Int8())]
+    assert stacks(QKVParallelLinear("layers.1.a", 64, 4, 2, 16, s)) == [(128, BF16)]
     assert ParallelLMHead("lm_head", 64, 96, s).weight.format == BF16
     mixed = QKVParallelLinear("a", 64, 4, 2, 16, sharding(stored(Int8(), keeps="q_proj")))
-    assert mixed.weight.format == BF16, "held as one weight"
+    assert stacks(mixed) == [(64, BF16), (64, Int8())]
 
 
 def test_scales_of_a_checkpoint_become_finer_where_a_cut_needs_it() -> None:
@@ -53,12 +59,12 @@ def test_scales_of_a_checkpoint_become_finer_where_a_cut_needs_it() -> None:
     for rank, group in ((0, 64), (1, 64)):
         s = sharding(stored(Int4(128, zero_points=False)), rank, 2)
         qkv = QKVParallelLinear("a", 384, 6, 6, 64, s)
-        assert (qkv.q_columns.start, qkv.weight.format) == (192 * rank, Int4(128, zero_points=False))
+        assert (qkv.q_columns.start, stacks(qkv)) == (192 * rank, [(576, Int4(128, zero_points=False))])
         out = RowParallelLinear("a.o_proj", 384, 384, s, span=qkv.q_columns)
         assert out.weight.format == Int4(group, zero_points=False)
     for rank, block in ((0, Fp8(128, 128)), (1, Fp8(64, 128))):
         s = sharding(stored(Fp8(128, 128)), rank, 2)
-        assert QKVParallelLinear("a", 384, 6, 6, 64, s).weight.format == block
+        assert [held for _, held in stacks(QKVParallelLinear("a", 384, 6, 6, 64, s))] == [block]
         # A weight that is quantised while loading always fits.
     s = sharding(WeightFormats(Int4(128, zero_points=False), Int8()), 1, 2)
     span = QKVParallelLinear("a", 384, 6, 6, 64, s).q_columns

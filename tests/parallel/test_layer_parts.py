@@ -12,13 +12,13 @@ from tilerank.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from tilerank.parallel.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
-    QKVParallelLinear,
     RowParallelLinear,
 )
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import Sharding
+from tilerank.parallel.stacked import QKVParallelLinear
 
 
 class Everything(Layer):
@@ -88,7 +88,7 @@ def test_a_large_model_is_built_without_allocation_and_counts_its_bytes() -> Non
     assert 2 * parameters <= total
     doubled = layers * hidden * 4 * kv_heads * head_dim * 2  # at most every KV head on one more rank
     assert total <= 1.01 * 2 * parameters + doubled
-    assert not hasattr(ranks[0].qkv[0].weight, "packed")
+    assert not hasattr(ranks[0].qkv[0].stacks[0].weight, "packed")
 
 
 def test_what_is_not_filled_is_zero() -> None:

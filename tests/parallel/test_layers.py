@@ -15,7 +15,6 @@ from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
-    QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
@@ -23,6 +22,7 @@ from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.shard import Cut, Span, Strategy
 from tilerank.parallel.sharding import Sharding, WeightFormats
+from tilerank.parallel.stacked import QKVParallelLinear
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, kv_of_q: list[int | None]) -> Tensor:

@@ -38,7 +38,7 @@ def main(model_dir: Path, rank: int, size: int, quantization: Quantization | Non
                 "peak": report.peak_rss,
                 "seconds": report.seconds,
                 "first_row": qkv.q_columns.start,
-                "row": qkv.weight.packed.unpack()[0].tolist(),
+                "row": qkv.stacks[0].weight.packed.unpack()[0].tolist(),
             }
         )
     )

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from torch import Tensor
 
-from tilerank.kernels.heads import columns_of
-from tilerank.kernels.weight_formats import BlockFormat, Float, Format
+from tilerank.kernels.weight_formats import BlockFormat, Float
 
 from .errors import ShardError
-from .linear import Linear
-from .parameters import Layer
 from .shard import Cut, Span
 from .sharding import Sharding, row_unit
+from .stacked import Projection, Rows, StackedLinear
 
 
 @dataclass(frozen=True)
@@ -33,21 +31,7 @@ class DeltaHeads:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a tensor with `total` rows that this rank holds: those of `span`, counted from row `first`."""
-
-    total: int
-    first: int
-    span: Span
-
-    @property
-    def stored(self) -> Span:
-        """The same rows, counted from the beginning of the tensor."""
-        return Span(self.first + self.span.start, self.first + self.span.stop, self.span.size)
-
-
-class DeltaProjection(Layer):
+class DeltaProjection(StackedLinear):
     """The projections in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, under their names in Qwen3.5.
 
     x[t, hidden] -> qkv [t, held.channels], z [t, held.value_heads * value_dim], b and a [t, held.value_heads], views of
@@ -81,38 +65,17 @@ class DeltaProjection(Layer):
             ),
             *(_gate_projection(f"{name}.in_proj_{part}", gates, sharding) for part in ("b", "a")),
         ]
-        stacks = [list(stack) for _, stack in groupby(projections, lambda projection: projection.format)]
-        self.stacks = [_stacked(stack, hidden) for stack in stacks]
-        self._widths = [[projection.width for projection in stack] for stack in stacks]
+        super().__init__(projections, hidden)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        columns = []
-        for stack, widths in zip(self.stacks, self._widths, strict=True):
-            rows, first = stack.project(x), 0
-            for width in widths:
-                columns.append(columns_of(rows, first, width))
-                first += width
-        qkv, z, b, a = columns
+        qkv, z, b, a = self.project(x)
         return qkv, z, b, a
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         yield "delta net key heads", self.cut
 
 
-@dataclass(frozen=True)
-class _ProjectionRows:
-    """The rows of a projection that this rank holds, one after the other, and in which format."""
-
-    name: str
-    rows: list[Rows]
-    format: Format
-
-    @property
-    def width(self) -> int:
-        return sum(rows.span.size for rows in self.rows)
-
-
-def _projection(name: str, rows: list[Rows], sharding: Sharding) -> _ProjectionRows:
+def _projection(name: str, rows: list[Rows], sharding: Sharding) -> Projection:
     """Choose blocks that have an edge wherever rows begin, in the checkpoint and in the stack, or end in the stack.
 
     Raises ShardError where the kernels have no blocks that small.
@@ -125,10 +88,10 @@ def _projection(name: str, rows: list[Rows], sharding: Sharding) -> _ProjectionR
             f"{name}: cannot be held in {held}: expected heads that take a multiple of {unit} rows on a rank, "
             f"found {', '.join(str(part.span.size) for part in rows)} rows"
         )
-    return _ProjectionRows(name, rows, held)
+    return Projection(name, rows, held)
 
 
-def _gate_projection(name: str, rows: list[Rows], sharding: Sharding) -> _ProjectionRows:
+def _gate_projection(name: str, rows: list[Rows], sharding: Sharding) -> Projection:
     """Return b or a: floats, unless the checkpoint has them quantised. They decide how fast a state decays.
 
     A rank may have fewer of their rows than a block; blocks are therefore dequantised.
@@ -136,16 +99,5 @@ def _gate_projection(name: str, rows: list[Rows], sharding: Sharding) -> _Projec
     formats = sharding.formats
     stored = None if formats is None or formats.encoded is None else formats.encoded(name)
     if stored is not None and not isinstance(stored, BlockFormat):
-        return _ProjectionRows(name, rows, sharding.fused_format([name], [part.stored for part in rows]))
-    return _ProjectionRows(name, rows, Float(sharding.dtype))
-
-
-def _stacked(projections: list[_ProjectionRows], hidden: int) -> Linear:
-    """Return a layer whose outputs are those of the projections, one after the other."""
-    stack = Linear(sum(projection.width for projection in projections), hidden, projections[0].format, None)
-    row = 0
-    for projection in projections:
-        for part in projection.rows:
-            stack.fill_rows(projection.name, (part.total, hidden), part.span, row, part.first)
-            row += part.span.size
-    return stack
+        return Projection(name, rows, sharding.fused_format([name], [part.stored for part in rows]))
+    return Projection(name, rows, Float(sharding.dtype))

@@ -32,37 +32,7 @@ from .experts import ExpertsParameter
 from .linear import Linear
 from .parameters import Layer, PlainParameter, whole_tiles
 from .shard import TILE, Cut, Span
-from .sharding import Sharding, first_rows
-
-
-class JoinedLinear(Linear):
-    """Several projections [size, in] of one input, whole on every rank and computed as one.
-
-    x[..., in] -> one view [..., size] of the result for each projection, the same bits on every rank. names, sizes:
-    of the projections.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        in_features: int,
-        sizes: Sequence[int],
-        sharding: Sharding,
-        *,
-        bias: bool = False,
-        optional_bias: bool = False,
-    ) -> None:
-        spans = [Span(0, size, size) for size in sizes]
-        held = sharding.fused_format(names, spans)
-        rows = first_rows(held, sizes)
-        self._columns = [slice(row, row + size) for row, size in zip(rows, sizes, strict=True)]
-        super().__init__(rows[-1] + sizes[-1], in_features, held, sharding.dtype if bias else None)
-        for name, span, row in zip(names, spans, rows, strict=True):
-            self.fill_rows(name, (span.size, in_features), span, row, optional_bias=optional_bias)
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        rows = self.project(x)
-        return [rows[..., columns] for columns in self._columns]
+from .sharding import Sharding
 
 
 def cut_latent_heads(heads: int, dims: Sequence[int], sharding: Sharding) -> Cut:
@@ -79,12 +49,25 @@ def cut_latent_heads(heads: int, dims: Sequence[int], sharding: Sharding) -> Cut
 
 
 class HeadColumnsLinear(Linear):
-    """A projection [heads * dim, in] cut by heads: x[..., in] -> [t, span.size, dim]. span: this rank's heads."""
+    """A projection [heads * dim, in] cut by heads: x[..., in] -> [t, span.size, dim].
 
-    def __init__(self, name: str, in_features: int, heads: int, dim: int, sharding: Sharding, *, span: Span) -> None:
+    span: this rank's heads. values: whether the heads contain values of attention.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        heads: int,
+        dim: int,
+        sharding: Sharding,
+        *,
+        span: Span,
+        values: bool = False,
+    ) -> None:
         self.span, self.dim = span, dim
         rows = span.scaled(dim)
-        super().__init__(rows.size, in_features, sharding.format_of(name, rows=rows), None)
+        super().__init__(rows.size, in_features, sharding.format_of(name, rows=rows, values=values), None)
         self.fill_rows(name, (heads * dim, in_features), rows)
 
     def __call__(self, x: Tensor) -> Tensor:

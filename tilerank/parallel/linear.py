@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.heads import split_heads
 from tilerank.kernels.linear import Activation, linear
 from tilerank.kernels.weight_formats import Float, Format
 
-from .cost import Cost, Work
 from .parameters import GatedBias, GatedParameter, Layer, PackedParameter, PlainParameter
-from .shard import Cut, HeadCut, Span
-from .sharding import Sharding, first_rows
+from .shard import Cut, Span
+from .sharding import Sharding
 
 
 class Linear(Layer):
@@ -85,7 +83,7 @@ class ColumnParallelLinear(Linear):
     """A projection [out, in] whose outputs are cut over the ranks: x[..., in] -> [..., span.size].
 
     cut: how the outputs are cut (default: on tile edges). `span` is this rank's part of the outputs. activation: is
-    applied to them.
+    applied to them. values: whether they are the values of attention.
     """
 
     def __init__(
@@ -99,11 +97,12 @@ class ColumnParallelLinear(Linear):
         bias: bool = False,
         optional_bias: bool = False,
         activation: Activation | None = None,
+        values: bool = False,
     ) -> None:
         self.activation = activation
         self.cut = sharding.cut(out_features) if cut is None else cut
         self.span = self.cut.spans[sharding.rank]
-        held = sharding.format_of(name, rows=self.span)
+        held = sharding.format_of(name, rows=self.span, values=values)
         super().__init__(self.span.size, in_features, held, sharding.dtype if bias else None)
         self.fill_rows(name, (out_features, in_features), self.span, optional_bias=optional_bias)
 
@@ -146,79 +145,6 @@ class RowParallelLinear(Linear):
         """Return what this rank multiplies of inputs that every rank has whole: x[..., in] -> [..., span.size]."""
         columns = x[..., self.span.start : self.span.stop]
         return torch.nn.functional.pad(columns, (0, self.span.size - self.span.real)).contiguous()
-
-
-class QKVParallelLinear(Linear):
-    """The query, key and value projections of an attention layer, cut by heads and computed as one.
-
-    x[t, hidden] -> q[t, q_heads, head_dim], k and v [t, kv_heads, head_dim], views of one tensor, with the local head
-    counts `q_heads` and `kv_heads`. `kv_map` [kv_heads, 2] int32, an argument of the attention kernel: for each KV head
-    the first query head that it serves, and how many. `q_columns` is this rank's span of the output projection's
-    inputs. head_multiple: what head counts are padded to a multiple of, itself a multiple of the number of ranks
-    (default: the number of ranks). `cost` includes the attention over these heads.
-
-    projections: their names in the checkpoint, or one name if it stores them as one, the queries first. gated: a gate
-    of the same size follows each head of the queries (Qwen3.5); then q is [t, q_heads, 2 * head_dim].
-    """
-
-    def __init__(
-        self,
-        name: str,
-        hidden: int,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        sharding: Sharding,
-        *,
-        bias: bool = False,
-        optional_bias: bool = False,
-        projections: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
-        head_multiple: int | None = None,
-        gated: bool = False,
-    ) -> None:
-        self.heads = sharding.cut_heads(q_heads, kv_heads, head_dim, hidden, head_multiple)
-        q, kv = self.heads.q[sharding.rank], self.heads.kv[sharding.rank]
-        self.q_heads, self.kv_heads, self.head_dim = q.size, kv.size, head_dim
-        self.q_columns = q.scaled(head_dim)
-        self._activations = sharding.dtype
-        self.kv_map = torch.tensor(self.heads.kv_map[sharding.rank], dtype=torch.int32)
-        names = [f"{name}.{projection}" for projection in projections]
-        dims = self._q_dim, _, _ = (2 * head_dim if gated else head_dim, head_dim, head_dim)
-        sizes = [heads * dim for heads, dim in zip((q_heads, kv_heads, kv_heads), dims, strict=True)]
-        parts = [span.scaled(dim) for span, dim in zip((q, kv, kv), dims, strict=True)]
-        held = sharding.fused_format(names, parts)
-        rows = first_rows(held, [part.size for part in parts])
-        _, self._first_k, self._first_v = rows
-        super().__init__(self._first_v + parts[2].size, hidden, held, sharding.dtype if bias else None)
-        if len(names) == 1:
-            for first, part, row in zip((0, sizes[0], sizes[0] + sizes[1]), parts, rows, strict=True):
-                self.fill_rows(names[0], (sum(sizes), hidden), part, row, first, optional_bias=optional_bias)
-        else:
-            for projection, size, part, row in zip(names, sizes, parts, rows, strict=True):
-                self.fill_rows(projection, (size, hidden), part, row, optional_bias=optional_bias)
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self.project(x)
-        return (
-            split_heads(rows, 0, self.q_heads, self._q_dim),
-            split_heads(rows, self._first_k, self.kv_heads, self.head_dim),
-            split_heads(rows, self._first_v, self.kv_heads, self.head_dim),
-        )
-
-    def cost(self) -> Cost:
-        heads = self.q_heads * self.head_dim
-        attention = {Float(self._activations).operands: 2 * 2 * heads}  # Q K^T and P V
-        return super().cost() + Cost(pair=Work(**attention))
-
-    def cost_of_caching(self) -> Cost:
-        return super().cost()
-
-    def cuts(self) -> Iterator[tuple[str, Cut]]:
-        for name, spans in (("query heads", self.heads.q), ("KV heads", self.heads.kv)):
-            yield name, Cut(max(span.stop for span in spans), 1, spans)
-
-    def head_cuts(self) -> Iterator[HeadCut]:
-        yield self.heads
 
 
 class GateUpParallelLinear(Layer):

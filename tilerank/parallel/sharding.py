@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
+from itertools import groupby
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Literal
 
@@ -48,7 +49,8 @@ def first_rows(format: Format, sizes: Sequence[int]) -> list[int]:
 class WeightFormats:
     """The formats in which a model holds its weights.
 
-    projections: linear layers and experts. head: the output head, or the table if it is tied.
+    projections: linear layers and experts. head: the output head, or the table if it is tied. values: projections to
+    the values of attention (None: as other projections).
     encoded: returns the format in which the checkpoint stores the weight of a module, given its name, in blocks of its
     own that cuts have to fit; None: as floats. `projections` is that of most modules then. No such function: the
     checkpoint stores floats, which are quantised during loading, in blocks that begin where a rank's part begins.
@@ -57,6 +59,7 @@ class WeightFormats:
     projections: Format
     head: Format
     encoded: Callable[[str], Format | None] | None = None
+    values: Format | None = None
 
 
 @dataclass(frozen=True)
@@ -83,14 +86,24 @@ class Sharding:
     def cache_dtype(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
 
-    def format_of(self, name: str, *, rows: Span | None = None, columns: Span | None = None, inputs: int = 0) -> Format:
+    def format_of(
+        self,
+        name: str,
+        *,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        inputs: int = 0,
+        values: bool = False,
+    ) -> Format:
         """Return the format in which this rank holds `rows` and `columns` (None: all) of projection `name`.
 
+        values: whether it yields values of attention.
         A part need not begin at the edge of a block of a quantised checkpoint, or end there if columns of the
         projection's `inputs` follow. It is then held in smaller blocks, with the checkpoint's scales repeated. Raises
         ShardError where the kernels have no blocks that small.
         """
-        return self._format_from(name, _first(rows), _edge(columns, inputs))
+        held = self._format_from(name, _first(rows), _edge(columns, inputs))
+        return self.value_format(held) if values else held
 
     def fused_format(self, names: Sequence[str], rows: Sequence[Span]) -> Format:
         """Return the format of a weight that stacks `rows` of several projections, one span for each.
@@ -101,6 +114,24 @@ class Sharding:
         if encoded is not None and len({encoded(name) for name in names}) > 1:
             return Float(self.dtype)
         return self._format_from(names[0], gcd(*(_first(span) for span in rows)), 0)
+
+    def stacked_formats(self, names: Sequence[str], rows: Sequence[Span]) -> list[Format]:
+        """Return the format of each of several projections of one input, one span of rows for each.
+
+        Neighbours that the checkpoint stores in one format have one here, with an edge of a block where any begins.
+        """
+        encoded = None if self.formats is None else self.formats.encoded
+        formats = list[Format]()
+        parts = zip(names, rows, strict=True)
+        for _, group in groupby(parts, lambda part: None if encoded is None else encoded(part[0])):
+            members = list(group)
+            held = self.fused_format([name for name, _ in members], [span for _, span in members])
+            formats += [held] * len(members)
+        return formats
+
+    def value_format(self, held: Format) -> Format:
+        """Return the format of a projection to values, where `held` is that of other projections."""
+        return held if self.formats is None or self.formats.values is None else self.formats.values
 
     def head_format(self, name: str, rows: Span) -> Format:
         """Return the format in which this rank holds `rows` of the output head `name`."""

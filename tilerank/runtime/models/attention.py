@@ -7,9 +7,10 @@ from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.delta import sigmoid_gate_
 from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
-from tilerank.parallel.linear import QKVParallelLinear, RowParallelLinear
+from tilerank.parallel.linear import RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.sharding import Sharding
+from tilerank.parallel.stacked import QKVParallelLinear
 
 from ..step.batch import Batch, LogitRows
 from ..step.cache import PagedKV

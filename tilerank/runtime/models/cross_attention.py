@@ -81,7 +81,14 @@ class CrossAttention(Mixer[KVPages]):
         )
         self.k, self.v = (
             ColumnParallelLinear(
-                f"{name}.{part}", hidden, kv_heads * dim, sharding, cut=keys, bias=bias, optional_bias=True
+                f"{name}.{part}",
+                hidden,
+                kv_heads * dim,
+                sharding,
+                cut=keys,
+                bias=bias,
+                optional_bias=True,
+                values=part == "v_proj",
             )
             for part in ("k_proj", "v_proj")
         )

@@ -15,11 +15,12 @@ from tilerank.kernels.latent import expanded_pages, latent_attention, load_laten
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.weight_formats import Float
 from tilerank.parallel.cost import Cost, Work, context_split_pays
-from tilerank.parallel.latent import AbsorbedHeads, ContextSplit, HeadColumnsLinear, JoinedLinear, cut_latent_heads
+from tilerank.parallel.latent import AbsorbedHeads, ContextSplit, HeadColumnsLinear, cut_latent_heads
 from tilerank.parallel.linear import RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.shard import Cut
 from tilerank.parallel.sharding import Sharding
+from tilerank.parallel.stacked import JoinedLinear
 
 from ..step.batch import Batch, LogitRows
 from ..step.cache import PagedLatent
@@ -89,7 +90,7 @@ class LatentAttention(Mixer[LatentPages]):
         )
         # The same weights again, which the loader reads one after the other: the second time from the page cache.
         self.expand = HeadColumnsLinear(
-            f"{name}.kv_b_proj", c.latent, heads, c.nope_dim + c.value_dim, sharding, span=span
+            f"{name}.kv_b_proj", c.latent, heads, c.nope_dim + c.value_dim, sharding, span=span, values=True
         )
         values = span.scaled(c.value_dim)
         self.out = RowParallelLinear(

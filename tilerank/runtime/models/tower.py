@@ -20,11 +20,12 @@ from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.linear import Activation
 from tilerank.kernels.packed_sequences import PackedSequences
 from tilerank.kernels.tower_ops import tanh_gate_
-from tilerank.parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.norm import LayerNorm
 from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
+from tilerank.parallel.stacked import QKVParallelLinear
 
 from .padded_heads import attention_scale, head_multiple
 

@@ -20,11 +20,12 @@ from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.heads import join_heads
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
 from tilerank.parallel.cost import Cost
-from tilerank.parallel.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear
+from tilerank.parallel.linear import ColumnParallelLinear, GateUpParallelLinear
 from tilerank.parallel.norm import LayerNorm, RMSNorm
 from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
+from tilerank.parallel.stacked import QKVParallelLinear
 
 from ...step.rope import RopeTable
 from ...step.speaker import SoundState, Vocoder
