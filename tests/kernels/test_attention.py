@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("rung")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d", [8, 16, 24, 40, 64, 72, 128, 200, 256])
+@pytest.mark.parametrize("d", [8, 16, 24, 40, 64, 72, 128, 200, 256, 264, 512])
 def test_head_sizes(dtype: torch.dtype, d: int) -> None:
     batch = Batch([45], GQA, d, dtype).store_all()
     assert_exact(batch.whole(0), batch, 0)
@@ -101,12 +101,12 @@ def test_many_rows_of_strided_arguments(heads: int, scale: float) -> None:
     assert torch.equal(again, found)
 
 
-def attend_all(batch: Batch, q: list[Tensor], **options: Tensor) -> list[Tensor]:
+def attend_all(batch: Batch, q: list[Tensor], lse: Tensor | None = None) -> list[Tensor]:
     """Compute rows q[i] over all tokens of sequence i, in one call."""
     starts = torch.tensor([0, *accumulate(len(rows) for rows in q)], dtype=torch.int32)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32)
     out = attention(
-        torch.cat(q), batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale, causal=False, **options
+        torch.cat(q), batch.cache, batch.tables, lengths, starts, batch.kv_map, batch.scale, causal=False, lse=lse
     )
     return list(torch.split(out, [len(rows) for rows in q]))
 
@@ -282,8 +282,8 @@ def test_a_wrong_slot_is_named_and_nothing_is_written(slot: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((1, 1, 12, torch.float32), "KVPages: head_dim: expected a multiple of 8 up to 256, found 12"),
-        ((1, 1, 264, torch.float32), "KVPages: head_dim: expected a multiple of 8 up to 256, found 264"),
+        ((1, 1, 12, torch.float32), "KVPages: head_dim: expected a multiple of 8 up to 512, found 12"),
+        ((1, 1, 520, torch.float32), "KVPages: head_dim: expected a multiple of 8 up to 512, found 520"),
         ((1, 1, 16, torch.float16), "KVPages: dtype: expected float32, bfloat16 or int8, found float16"),
         ((0, 1, 16, torch.float32), "KVPages: expected sizes >= 1, found num_pages 0 and kv_heads 1"),
     ],

@@ -17,7 +17,16 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Batch:
-    """Sequences with keys, values and queries, stored in a cache of NaN in pages of random order."""
+    """Sequences with keys, values and queries, stored in a cache of NaN in pages of random order.
+
+    window, sinks, softcap: as of `attention`. ends: for each sequence and row the end of the tokens that it attends to,
+    or None for its position + 1.
+    """
+
+    window = 0
+    sinks: Tensor | None = None
+    softcap = 0.0
+    ends: list[list[int]] | None = None
 
     def __init__(self, lengths: list[int], kv_map: list[tuple[int, int]], d: int, dtype: torch.dtype, seed: int = 0):
         self.random = torch.Generator().manual_seed(seed)
@@ -53,6 +62,11 @@ class Batch:
     def attend(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
         """Compute rows start..stop of sequence i for every part (i, start, stop), in one call."""
         rows = [self.q[i][start:stop] for i, start, stop in parts]
+        ends = None
+        if self.ends is not None:
+            ends = torch.tensor(
+                [end for i, start, stop in parts for end in self.ends[i][start:stop]], dtype=torch.int32
+            )
         out = attention(
             torch.cat(rows) if rows else torch.zeros(0, self.q_heads, self.d, dtype=self.dtype),
             self.cache,
@@ -61,6 +75,10 @@ class Batch:
             torch.tensor([0, *accumulate(stop - start for _, start, stop in parts)], dtype=torch.int32),
             self.kv_map,
             self.scale,
+            window=self.window,
+            sinks=self.sinks,
+            softcap=self.softcap,
+            visible=ends,
         )
         assert out.dtype == self.dtype
         return list(torch.split(out, [stop - start for _, start, stop in parts]))
@@ -72,12 +90,21 @@ class Batch:
         """Return attention of all rows of sequence i in float64, and the tolerance of a rung by element."""
         n = self.lengths[i]
         out, bound = torch.zeros(2, n, self.q_heads, self.d, dtype=torch.float64)
-        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        position, ends = torch.arange(n), range(1, n + 1) if self.ends is None else self.ends[i]
+        hidden = position >= torch.tensor(ends)[:, None]
+        if self.window:
+            hidden |= position <= position[:, None] - self.window
         for kv_head, (first, count) in enumerate(self.kv_map.tolist()):
             k, v = self.k[i][:, kv_head].double(), self.v[i][:, kv_head].double()
             for head in range(first, first + count):
                 q = self.q[i][:, head].double()
-                p = (q @ k.T * self.scale).masked_fill(hidden, -math.inf).softmax(-1)
+                scores = q @ k.T * self.scale
+                if self.softcap:
+                    scores = self.softcap * torch.tanh(scores / self.softcap)
+                scores = scores.masked_fill(hidden, -math.inf)
+                if self.sinks is not None:
+                    scores = torch.cat([scores, self.sinks[head].double().expand(n, 1)], dim=-1)
+                p = scores.softmax(-1)[:, :n]
                 out[:, head] = p @ v
                 # fp32: a score is a sum of d products, whose rounding error grows like sqrt(d) times its magnitude. It
                 # is an exponent, so the error of p is relative. The weighted sum adds sqrt(n) more.

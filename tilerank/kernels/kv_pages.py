@@ -13,7 +13,7 @@ from .errors import KernelError
 PAGE_TOKENS = 32
 """Tokens in a page (csrc/attention/attention_batch.h)."""
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 DTYPES = (*check.ACTIVATION_DTYPES, torch.int8)
 """Dtypes of stored keys and values."""
@@ -58,7 +58,7 @@ class KVPages:
     def empty(num_pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVPages:
         """Return zeroed pages in memory of their own (`core.alloc`).
 
-        head_dim: a multiple of 8 up to 256; dtype: bfloat16, float32 or int8. Raises KernelError for other values.
+        head_dim: a multiple of 8 up to 512; dtype: bfloat16, float32 or int8. Raises KernelError for other values.
         """
         k_shape, v_shape = _shapes(num_pages, kv_heads, head_dim, head_dim, dtype)
         # The values of a page follow its keys in memory, so that a sequence is read in few long runs.

@@ -205,7 +205,7 @@ def expanded_pages(k: Tensor, v: Tensor, rope_key: Tensor) -> KVPages:
 
     Token i is at slot i. k: [n, heads, nope], v: [n, heads, value_dim], rope_key: [n, rope_dim], shared by all heads;
     float32 or bfloat16, strided, with a contiguous last dimension. nope, rope_dim and value_dim: multiples of 8,
-    nope + rope_dim and value_dim up to 256.
+    nope + rope_dim and value_dim up to 512.
     Raises KernelError for an argument of another shape or dtype.
     """
     _EXPANDED_PAGES.check(k, v, rope_key)

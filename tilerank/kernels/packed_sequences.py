@@ -13,7 +13,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     """Return bidirectional attention within each of several packed sequences, without a cache, for vision encoders.
 
     q: [t, hq, head_dim]; k, v: [t, hk, head_dim] in q's dtype (last dimension contiguous). hq is a multiple of hk, and
-    query head h uses KV head h / (hq / hk). head_dim: a multiple of 8 up to 256.
+    query head h uses KV head h / (hq / hk). head_dim: a multiple of 8 up to 512.
     cu_seqlens: [s + 1] int32, ascending from 0 to t; sequence i is the rows cu_seqlens[i] to cu_seqlens[i + 1].
     Returns [t, hq, head_dim]. Keys and values are first packed into pages; accuracy and bits are those of `attention`.
     Raises KernelError for an argument of another shape or dtype.

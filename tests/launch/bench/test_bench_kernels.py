@@ -11,7 +11,15 @@ from command import known_peaks, run
 from torch.nn import functional
 
 from tilerank.kernels import core
-from tilerank.launch.bench import comm, command, kernels, kernels_experts, kernels_small, kernels_vision
+from tilerank.launch.bench import (
+    comm,
+    command,
+    kernels,
+    kernels_attention,
+    kernels_experts,
+    kernels_small,
+    kernels_vision,
+)
 from tilerank.launch.bench.entry import Entry
 from tilerank.launch.bench.formats import WEIGHT_FORMATS
 from tilerank.launch.bench.kernels import Measurement, row_of
@@ -91,7 +99,8 @@ def test_linear_counts_packed_bytes() -> None:
     assert found["linear 3 x 64 x 96 fp8"].work == Work(64 * 128 + 64, bf16=products)
 
 
-def test_attention_counts_cached_bytes_and_visible_pairs() -> None:
+def test_attention_counts_cached_bytes_and_visible_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_attention, "WINDOWS", ((5, 4, 2, 16),))
     found = entries("--only", "attention", "--cached-tokens", "40", "--new-tokens", "5")
     token = 2 * 8 * 128 * 2  # K and V, heads, head size, bytes
     assert found["decode attention 8 x 1 after 39 bfloat16"].work == Work(8 * 40 * token, bf16=4 * 32 * 128 * 8 * 40)
@@ -100,6 +109,8 @@ def test_attention_counts_cached_bytes_and_visible_pairs() -> None:
     pairs = 1 + 2 + 3 + 4 + 5
     assert found["extend attention 1 x 5 after 0 bfloat16"].work == Work(5 * token, bf16=4 * 32 * 128 * pairs)
     assert found["extend attention 1 x 5 after 5 bfloat16"].work == Work(10 * token, bf16=4 * 32 * 128 * (25 + pairs))
+    windowed = found["window attention 8 x 4 x 16 of 5 after 39 bfloat16"].work
+    assert windowed == Work(8 * 5 * 2 * 2 * 16 * 2, bf16=4 * 4 * 16 * 8 * 5)
     latents = 8 * 40 * (512 + 64)
     products = 2 * 22 * 8 * 40 * (512 + 64 + 512)
     assert found["latent attention 22 x 8 after 39 bfloat16"].work == Work(2 * latents, bf16=products)

@@ -71,10 +71,16 @@ def attention(
     causal: bool = True,
     lse: Tensor | None = None,
     kv_starts: Tensor | None = None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of the last tokens of every sequence over its cached tokens, in fp32 with one rounding."""
     firsts = [0] * seq_lens.shape[0] if kv_starts is None else kv_starts.tolist()
-    check_batch("attention", q.shape[0], cache.num_pages, page_tables, seq_lens, query_starts, causal, firsts)
+    ends = None if visible is None else visible.tolist()
+    batch = page_tables, seq_lens, query_starts, causal, firsts
+    check_batch("attention", q.shape[0], cache.num_pages, *batch, window=window, ends=ends)
     _check_kv_map(kv_map, q.shape[1])
     if lse is not None:
         lse.fill_(float("-inf"))
@@ -82,22 +88,46 @@ def attention(
     starts = query_starts.tolist()
     for sequence, length in enumerate(seq_lens.tolist()):
         start, stop = starts[sequence : sequence + 2]
-        first_token = firsts[sequence]
-        pages = page_tables[sequence, first_token // PAGE_TOKENS : -(-(first_token + length) // PAGE_TOKENS)]
-        own = slice(first_token % PAGE_TOKENS, None)
-        keys, values = (half[own] for half in load_kv(cache, pages[: length and len(pages)].long()))
+        seen = seen_tokens(length, stop - start, causal, window, None if ends is None else ends[start:stop])
+        if not seen or not length:
+            continue
+        # Tokens are counted from `origin`, the first token of the first page that is read.
+        origin = (firsts[sequence] + seen[0].start) // PAGE_TOKENS * PAGE_TOKENS - firsts[sequence]
+        end = -(-(firsts[sequence] + length) // PAGE_TOKENS)
+        pages = page_tables[sequence, (firsts[sequence] + origin) // PAGE_TOKENS : end]
+        keys, values = load_kv(cache, pages.long())
         for head, (first, count) in enumerate(kv_map.tolist()):
+            heads = slice(first, first + count)
             head_keys, head_values = keys[:, head].float().contiguous(), values[:, head].float().contiguous()
-            for row in range(start, stop):
-                seen = length - (stop - row) + 1 if causal else length
+            for row, tokens in enumerate(seen, start):
                 # Only the visible keys, so that the order of summation depends neither on the batch nor on later
                 # tokens; a copy of the query, because it also depends on the query's alignment.
-                queries = q[row, first : first + count].to(torch.float32, copy=True)
-                scores = queries @ head_keys[:seen].T * scale
+                own = slice(tokens.start - origin, tokens.stop - origin)
+                queries = q[row, heads].to(torch.float32, copy=True)
+                scores = queries @ head_keys[own].T * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[heads, None]], dim=-1)
                 if lse is not None:
-                    lse[row, first : first + count] = scores.logsumexp(dim=-1)
-                out[row, first : first + count] = (torch.softmax(scores, dim=-1) @ head_values[:seen]).to(q.dtype)
+                    lse[row, heads] = scores.logsumexp(dim=-1)
+                weights = torch.softmax(scores, dim=-1)[:, : len(tokens)]
+                out[row, heads] = (weights @ head_values[own]).to(q.dtype)
     return out
+
+
+def seen_tokens(length: int, rows: int, causal: bool, window: int, ends: list[int] | None) -> list[range]:
+    """Return the tokens that each of the last `rows` tokens of a sequence attends to.
+
+    ends: the ends of these ranges, if they differ from position + 1.
+    """
+    if not causal:
+        return [range(length)] * rows
+    first = length - rows
+    return [
+        range(max(0, position + 1 - window) if window else 0, position + 1 if ends is None else ends[position - first])
+        for position in range(first, length)
+    ]
 
 
 def check_batch(
@@ -109,6 +139,9 @@ def check_batch(
     query_starts: Tensor,
     causal: bool,
     firsts: list[int],
+    *,
+    window: int = 0,
+    ends: list[int] | None = None,
 ) -> None:
     """Check the values of the arguments that could make a kernel read or write out of bounds."""
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
@@ -128,11 +161,24 @@ def check_batch(
             raise KernelError(
                 f"{kernel}: page_tables: expected {pages} pages for sequence {i}, found {page_tables.shape[1]}"
             )
-        for page in page_tables[i, firsts[i] // PAGE_TOKENS : pages].tolist():
+        if ends is not None:
+            _check_ends(kernel, range(starts[i], starts[i + 1]), ends, length)
+        seen = seen_tokens(length, queries, causal, window, None)
+        first_page = (firsts[i] + (seen[0].start if seen else 0)) // PAGE_TOKENS
+        for page in page_tables[i, first_page:pages].tolist():
             if not 0 <= page < num_pages:
                 raise KernelError(
                     f"{kernel}: page_tables: expected pages in [0, {num_pages}) for sequence {i}, found {page}"
                 )
+
+
+def _check_ends(kernel: str, rows: range, ends: list[int], length: int) -> None:
+    least = 0
+    for row in rows:
+        least = max(least, length - (rows.stop - row) + 1)
+        if not least <= ends[row] <= length:
+            raise KernelError(f"{kernel}: visible: expected {least} to {length} for row {row}, found {ends[row]}")
+        least = ends[row]
 
 
 def _check_kv_map(kv_map: Tensor, q_heads: int) -> None:

@@ -1,5 +1,6 @@
 """Entries of `bench kernels` for attention over a paged cache: decode, bf16 and int8, and extend after a prefix.
 
+Window attention has the sizes of the layers with a window of gpt-oss and of Gemma 3 (12B), with sinks as gpt-oss has.
 Latent attention has the sizes of DeepSeek-V3: absorbed decode with the heads of one of six ranks and with all, its
 products of single heads, what contexts over six ranks need around it, and expanded extend.
 """
@@ -31,6 +32,9 @@ from .formats import WEIGHT_FORMATS
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DECODE_BATCH = 8
 
+WINDOWS = ((128, 64, 8, 64), (1024, 16, 8, 256))
+"""Of layers with a window: its tokens, query heads, KV heads, and head size."""
+
 LATENT_HEADS, LATENT_RANKS = (22, 128), 6
 LATENT_DIM, ROPE_DIM, NOPE_DIM, VALUE_DIM = 512, 64, 128, 128
 HEAD_FORMATS = ("bfloat16", "int8", "fp8")
@@ -42,6 +46,8 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
             yield _attention("decode attention", DECODE_BATCH, cached - 1, 1, dtype)
             for heads in LATENT_HEADS:
                 yield _latent_attention(heads, cached, dtype)
+        for sizes in WINDOWS:
+            yield _window_attention(cached - 1, *sizes)
     yield from _latent_parts()
     for new in args.new_tokens:
         for prefix in (0, new):
@@ -69,6 +75,33 @@ def _attention(kernel: str, batch: int, prefix: int, new: int, dtype: torch.dtyp
     work = Work(nbytes, bf16=4 * batch * HEADS * HEAD_DIM * _pairs(prefix, new))
     calls = [partial(attention, q, cache, tables, lengths, starts, kv_map, HEAD_DIM**-0.5) for cache in caches]
     return Entry(kernel, f"{batch} x {new} after {prefix}", work, replayed(calls), format=_name(dtype))
+
+
+def _window_attention(prefix: int, window: int, heads: int, kv_heads: int, head_dim: int) -> Entry:
+    """Decode attention after `prefix` tokens with a window, whose pages alone are held.
+
+    The bytes of its work are the keys and values of the window.
+    """
+    seen, (tables, lengths, starts) = min(window, prefix + 1), _sequences(DECODE_BATCH, prefix + 1, 1)
+    slid_out = (prefix + 1 - seen) // PAGE_TOKENS
+    held = tables.shape[1] - slid_out
+    tables = torch.zeros_like(tables)
+    tables[:, slid_out:] = torch.arange(DECODE_BATCH * held, dtype=torch.int32).view(DECODE_BATCH, held)
+    nbytes = DECODE_BATCH * seen * KVPages.nbytes(1, kv_heads, head_dim, torch.bfloat16) // PAGE_TOKENS
+    slots = torch.arange(DECODE_BATCH * held * PAGE_TOKENS)
+    caches = [
+        KVPages.empty(DECODE_BATCH * held, kv_heads, head_dim, torch.bfloat16) for _ in range(cold_copies(nbytes))
+    ]
+    for cache in caches:
+        store_kv(_bf16(len(slots), kv_heads, head_dim), _bf16(len(slots), kv_heads, head_dim), cache, slots)
+    group, sinks = heads // kv_heads, torch.randn(heads)
+    kv_map = torch.tensor([[head * group, group] for head in range(kv_heads)], dtype=torch.int32)
+    arguments = tables, lengths, starts, kv_map, head_dim**-0.5
+    q = _bf16(DECODE_BATCH, heads, head_dim)
+    work = Work(nbytes, bf16=4 * DECODE_BATCH * heads * head_dim * seen)
+    calls = [partial(attention, q, cache, *arguments, window=window, sinks=sinks) for cache in caches]
+    shape = f"{DECODE_BATCH} x {heads} x {head_dim} of {window} after {prefix}"
+    return Entry("window attention", shape, work, replayed(calls), format="bfloat16")
 
 
 def _latent_attention(heads: int, tokens: int, dtype: torch.dtype) -> Entry:

@@ -1,5 +1,6 @@
 """Causal grouped-query self-attention over a paged KV cache."""
 
+import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
@@ -9,6 +10,7 @@ from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.parallel.linear import RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
+from tilerank.parallel.parameters import PlainParameter
 from tilerank.parallel.sharding import Sharding
 from tilerank.parallel.stacked import QKVParallelLinear
 
@@ -25,8 +27,9 @@ class SelfAttention(Mixer[KVPages]):
     With an output gate (Qwen3.5): out(sigmoid(gate) * softmax(q k^T / sqrt(head_dim)) v).
 
     qkv_bias, out_bias: biases of the q, k and v, and of the output projection, each zero if the checkpoint lacks it.
-    head_norms: q and k are normalised head
-    by head before the rotation (`q_norm`, `k_norm`). gated: the query projection yields a gate for each head as well.
+    head_norms: q and k are normalised head by head before the rotation (`q_norm`, `k_norm`). gated: the query
+    projection yields a gate for each head as well. window: a token attends to so many tokens, itself included; 0: to
+    all before it. sinks: every query head has a learned logit beside its scores, without a value (`sinks`, gpt-oss).
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class SelfAttention(Mixer[KVPages]):
         out_bias: bool,
         head_norms: bool,
         gated: bool = False,
+        window: int = 0,
+        sinks: bool = False,
     ) -> None:
         heads, dim, hidden = config.num_heads, config.head_dim, config.hidden_size
         self.qkv = QKVParallelLinear(
@@ -68,7 +73,13 @@ class SelfAttention(Mixer[KVPages]):
         ]
         self.gated = gated
         self.scale = attention_scale(heads * dim, self.qkv.heads, heads)
-        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype)
+        self.window = window
+        self.sinks: PlainParameter | None = None
+        if sinks:
+            span = self.qkv.heads.q[sharding.rank]
+            self.sinks = PlainParameter((span.size,), torch.float32)
+            self.sinks.fill(f"{name}.sinks", (heads,), slice(span.start, span.stop))
+        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype, window)
 
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
         queries, k, v = self.qkv(x)
@@ -85,7 +96,17 @@ class SelfAttention(Mixer[KVPages]):
         if only is not None:
             queries, starts = split_heads(only.take(join_heads(queries)), 0, *queries.shape[1:]), only.starts
             q = part_of_heads(queries, 0, dim)
-        heads = attention(q, cache, batch.page_tables, batch.seq_lens, starts, self.qkv.kv_map, self.scale)
+        heads = attention(
+            q,
+            cache,
+            batch.page_tables,
+            batch.seq_lens,
+            starts,
+            self.qkv.kv_map,
+            self.scale,
+            window=self.window,
+            sinks=None if self.sinks is None else self.sinks.data,
+        )
         if self.gated:
             sigmoid_gate_(heads, part_of_heads(queries, dim, dim))
         return self.out(join_heads(heads))

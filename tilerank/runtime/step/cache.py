@@ -29,11 +29,16 @@ class Budget(Enum):
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of every token, in pages of PAGE_TOKENS tokens. kv_heads: those of this rank."""
+    """Keys and values of tokens, in pages of PAGE_TOKENS tokens.
+
+    kv_heads: those of this rank. window: a token attends to so many tokens, itself included, and those before them need
+    not be kept; 0 for a layer that attends to all.
+    """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    window: int = 0
     budget: ClassVar = Budget.TOKENS
 
     def nbytes(self, tokens: int) -> int:

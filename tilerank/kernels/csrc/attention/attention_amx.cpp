@@ -9,8 +9,8 @@
 // (attention_stream-inl.h).
 //
 // The softmax has no running maximum. Any shift of the exponents is correct as long as nothing overflows, so a row
-// keeps the shift of its first page until a score exceeds it by kHeadroom. Shifts are integers: changing one multiplies
-// by a power of two, which is exact, so the bits of a row do not depend on when it happens.
+// keeps the shift of the first page that it attends to until a score exceeds it by kHeadroom. Shifts are integers:
+// changing one multiplies by a power of two, which is exact, so the bits of a row do not depend on when it happens.
 #ifndef TR_RUNG
 #include <optional>
 #include <type_traits>
@@ -67,13 +67,13 @@ class TileTask : public TileSums {
   }
 
   // Positive, so that -inf stays -inf; q carries the sign of the scale.
-  float scale() const {
-    return std::max(std::fabs(problem_.scale) * 1.44269504088896341f, std::numeric_limits<float>::min());
-  }
+  float scale() const { return std::max(std::fabs(problem_.scale) * kLog2E, std::numeric_limits<float>::min()); }
   void look_up(GroupChunk& chunk, int64_t begin, int64_t group) {
     chunk.begin = begin;
     chunk.group = group;
-    chunk.pages = std::min(kTileChunkPages * kPageTokens, end_of(group) - begin + kPageTokens - 1) / kPageTokens;
+    chunk.begins = begins_part(begin, group);
+    const int64_t end = std::min((begin / kTileChunkTokens + 1) * kTileChunkTokens, end_of(group));
+    chunk.pages = (end - begin + kPageTokens - 1) / kPageTokens;
     for (int64_t i = 0; i < chunk.pages; ++i) {
       const int64_t first = begin + i * kPageTokens;
       const int64_t page = problem_.page(task_.sequence, task_.first_page + first / kPageTokens);
@@ -106,42 +106,43 @@ class TileTask : public TileSums {
   }
 
   void look_up_first(GroupChunk& chunk) {
-    int64_t group = 0;
-    while (end_of(group) <= span_.begin * kPartTokens) ++group;
-    look_up(chunk, span_.begin * kPartTokens, group);
+    look_up_from(std::max(task_.begin(), span_.begin * kPartTokens) / kSegment * kSegment, 0, chunk);
   }
 
   // Advances to the next chunk of the group; then the next group of the segment; then the next segment.
   bool advance(const GroupChunk& chunk, GroupChunk& next) {
-    int64_t begin = chunk.begin + kTileChunkPages * kPageTokens, group = chunk.group;
-    const auto skip_blind_groups = [&] {
-      while (group < groups_ && end_of(group) <= begin) ++group;
-    };
-    if (begin % kSegment == 0 || begin >= end_of(group)) {
-      begin = chunk.begin / kSegment * kSegment;
-      ++group;
-      skip_blind_groups();
+    if (chunk.end() % kSegment == 0 || last_of_group(chunk)) {
+      return look_up_from(chunk.begin / kSegment * kSegment, chunk.group + 1, next);
     }
-    if (group == groups_) {
-      begin += kSegment;
-      group = 0;
-      skip_blind_groups();
-    }
-    if (group == groups_) return false;
-    look_up(next, begin, group);
+    look_up(next, chunk.end(), chunk.group);
     return true;
+  }
+
+  // Looks up the first chunk of this group or a later one in the segment, or else in a later segment.
+  bool look_up_from(int64_t segment, int64_t group, GroupChunk& chunk) {
+    for (; segment < std::min(task_.end(), span_.end * kPartTokens); segment += kSegment, group = 0) {
+      for (; group < groups_; ++group) {
+        const int64_t begin = std::max(segment, begin_of(group));
+        if (begin >= std::min(segment + kSegment, end_of(group))) continue;
+        look_up(chunk, begin, group);
+        return true;
+      }
+    }
+    return false;
   }
 
   // Computes the softmax of a page for all rows. interleave(rows) may process some of them between its own
   // instructions. flush() must complete `o` with everything that earlier chunks add to it.
   template <class Interleave, class Flush>
-  void softmax(const GroupChunk& chunk, int64_t page, const float* s, bf16* p, Interleave&& interleave, Flush&& flush) {
-    const PageRows of_page = rows_of(chunk, page);
-    const int64_t begin = chunk.begin + page * kPageTokens;
-    const bool whole = of_page.first_token <= 0 && of_page.visible[0] >= begin + kPageTokens;
-    const bool begins = begin % kPartTokens == 0;
-    if (begins) {
-      whole ? set_shifts<true>(chunk, of_page, s) : set_shifts<false>(chunk, of_page, s);
+  void softmax(const GroupChunk& chunk, int64_t page, float* s, bf16* p, Interleave&& interleave, Flush&& flush) {
+    PageRows of_page = rows_of(chunk, page);
+    if (problem_.softcap > 0) cap_scores(chunk, of_page, s);
+    const int64_t begin = of_page.begin;
+    const GroupTokens& seen = scratch_.tokens[chunk.group];
+    const bool whole = seen.latest_begin <= begin && seen.earliest_end >= begin + kPageTokens;
+    const bool begins = chunk.begins && page == 0;
+    if (begins || seen.latest_begin >= begin) {
+      whole ? set_shifts<true>(chunk, of_page, begins, s) : set_shifts<false>(chunk, of_page, begins, s);
     }
     const auto compute = [&](auto is_whole, auto is_quantized) {
       using Rows = RowWork<is_whole, is_quantized>;
@@ -175,13 +176,13 @@ class TileTask : public TileSums {
   }
 
   PageRows rows_of(const GroupChunk& chunk, int64_t page) const {
-    const int64_t begin = chunk.begin + page * kPageTokens;
-    PageRows of_page{scratch_.visible + chunk.group * group_rows_, begin, task_.first_token - begin, {}, {}};
+    const int64_t begin = chunk.begin + page * kPageTokens, first = chunk.group * group_rows_;
+    PageRows of_page{scratch_.first + first, scratch_.visible + first, begin, {}, {}};
     for (int half = 0; half < 2; ++half) {
       of_page.key_factor[half] = _mm512_set1_ps(scale());
       if (!problem_.quantized()) continue;
       // Scales beyond the sequence may hold anything.
-      const __mmask16 ours = lanes(tokens(of_page.first_token, task_.length - begin), half);
+      const __mmask16 ours = lanes(tokens(task_.first_token - begin, task_.length - begin), half);
       const __m512 keys = _mm512_maskz_loadu_ps(ours, chunk.key_scales[page] + 16 * half);
       of_page.key_factor[half] = _mm512_mul_ps(of_page.key_factor[half], keys);
       of_page.value_factor[half] = _mm512_maskz_loadu_ps(ours, chunk.value_scales[page] + 16 * half);
@@ -189,19 +190,39 @@ class TileTask : public TileSums {
     return of_page;
   }
 
-  // Sets the shift of every row that attends to a token of the part's first page to its largest score there, rounded
-  // up.
+  // Replaces products of queries and keys by capped scores, whose factor is one.
+  void cap_scores(const GroupChunk& chunk, PageRows& of_page, float* s) const {
+    const Vec cap = set(problem_.softcap * kLog2E), part = set(1 / (problem_.softcap * kLog2E));
+    for (int half = 0; half < 2; ++half) {
+      const Vec factor = Vec{of_page.key_factor[half]} * part;
+      for (int64_t r = 0; r < rows_in(chunk.group); ++r) {
+        float* const of_row = s + (half * kGroup + r) * 16;
+        store(of_row, cap * tanh(load(of_row) * factor));
+      }
+      of_page.key_factor[half] = _mm512_set1_ps(1);
+    }
+  }
+
+  // Sets the shift of every row of which this is the part's first page to its largest score there, rounded up. begins:
+  // whether the group begins the part with this page; rows that begin later then have the shift -inf.
   template <bool Whole>
-  void set_shifts(const GroupChunk& chunk, const PageRows& of_page, const float* scores) {
-    const int64_t first = chunk.group * group_rows_, rows = rows_in(chunk.group);
+  void set_shifts(const GroupChunk& chunk, const PageRows& of_page, bool begins, const float* scores) {
+    const int64_t rows = rows_in(chunk.group), end = of_page.begin + kPageTokens;
+    float* const shifts = scratch_.shift + chunk.group * group_rows_;
+    const auto is_first = [&](int64_t r) {
+      return of_page.first[r] < end && (begins || of_page.first[r] >= of_page.begin);
+    };
+    if (begins) std::fill_n(shifts, rows, -std::numeric_limits<float>::infinity());
     int64_t r = 0;
     for (; r + 16 <= rows; r += 16) {
       constexpr int kUp = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
-      _mm512_storeu_ps(scratch_.shift + first + r,
-                       _mm512_roundscale_ps(of_page.largest<Whole>(scores + r * 16, r), kUp));
+      uint32_t firsts = 0;
+      for (int64_t i = 0; i < 16; ++i) firsts |= uint32_t{is_first(r + i)} << i;
+      _mm512_mask_storeu_ps(shifts + r, static_cast<__mmask16>(firsts),
+                            _mm512_roundscale_ps(of_page.largest<Whole>(scores + r * 16, r), kUp));
     }
     for (; r < rows; ++r) {
-      scratch_.shift[first + r] = std::ceil(of_page.largest<Whole>(scores + r * 16, r, 0.0f));
+      if (is_first(r)) shifts[r] = std::ceil(of_page.largest<Whole>(scores + r * 16, r, 0.0f));
     }
   }
 
@@ -219,7 +240,7 @@ class TileTask : public TileSums {
       const Vec factor = power_of_two(set(old - shift));
       float* sum = sums_[chunk.group] + r * 16;
       store(sum, load(sum) * factor);
-      for (int64_t i = 0; i < lane_groups_ && !begins_part(chunk); ++i) {
+      for (int64_t i = 0; i < lane_groups_ && !chunk.begins; ++i) {
         float* o = output(chunk) + (i * group_rows_ + r) * 16;
         store(o, load(o) * factor);
       }
@@ -232,19 +253,45 @@ class TileTask : public TileSums {
 
   void load_rows() {
     in_place_ ? find_rows() : pack_rows();
-    for (int64_t group = 0; group < groups_; ++group) sums_[group] = scratch_.sum + group * group_rows_ * 16;
+    for (int64_t group = 0; group < groups_; ++group) {
+      sums_[group] = scratch_.sum + group * group_rows_ * 16;
+      find_tokens(group);
+    }
     spare_sums_ = scratch_.sum + kTaskRows * 16;
     std::fill_n(scratch_.zero_sums, group_rows_ * 16, 0.0f);
   }
 
+  // Finds the tokens of a group. If they begin after the first part, sums over nothing are what its parts are merged
+  // into.
+  void find_tokens(int64_t group) {
+    const int64_t begin = group * group_rows_, end = begin + rows_in(group);
+    GroupTokens seen{scratch_.first[begin], scratch_.first[begin], scratch_.visible[begin], scratch_.visible[begin]};
+    for (int64_t r = begin + 1; r < end; ++r) {
+      seen.begin = std::min(seen.begin, scratch_.first[r]);
+      seen.latest_begin = std::max(seen.latest_begin, scratch_.first[r]);
+      seen.earliest_end = std::min(seen.earliest_end, scratch_.visible[r]);
+      seen.end = std::max(seen.end, scratch_.visible[r]);
+    }
+    scratch_.tokens[group] = seen;
+    if (!leads_ || seen.begin < (span_.begin + 1) * kPartTokens) return;
+    std::fill_n(all_values(group), group_rows_ * lane_groups_ * 16, 0.0f);
+    std::fill_n(scratch_.all_sum + begin * 16, (end - begin) * 16, 0.0f);
+    std::fill_n(scratch_.all_shift + begin, end - begin, -std::numeric_limits<float>::infinity());
+  }
+
   // Tasks are short, so this takes only a few instructions for 16 rows.
   void find_rows() {
-    const int64_t tokens = rows_ / task_.heads, step = task_.causal ? 1 : 0;
+    const int64_t tokens = rows_ / task_.heads;
+    for (int64_t i = 0; i < tokens; ++i) {
+      scratch_.first[i] = task_.begin_of(task_.token(0) + i);
+      scratch_.visible[i] = task_.end_of(task_.token(0) + i);
+    }
     for (int64_t head = 0; head < task_.heads; ++head) {
       const bf16* const of_head = task_.element<bf16>(problem_.q, head);
-      int64_t* const visible = scratch_.visible + head * tokens;
-      const int64_t first = task_.visible(0);
-      for (int64_t i = 0; i < tokens; ++i) visible[i] = first + i * step;
+      if (head > 0) {
+        std::copy_n(scratch_.first, tokens, scratch_.first + head * tokens);
+        std::copy_n(scratch_.visible, tokens, scratch_.visible + head * tokens);
+      }
       for (int64_t i = 0; i < tokens; i += 16) {
         rows_at_[(head * tokens + i) / 16] = of_head + i * problem_.q.stride[0];
       }
@@ -257,7 +304,8 @@ class TileTask : public TileSums {
     const int64_t tile_rows = std::min<int64_t>(group_rows_, 16);
     RowWalk walk(all_, by_heads_);
     for (int64_t r = 0; r < rows_; ++r, walk.next()) {
-      scratch_.visible[r] = walk.visible();
+      scratch_.first[r] = walk.begin();
+      scratch_.visible[r] = walk.end();
       bf16* to = scratch_.q + (r / tile_rows * steps_ * tile_rows + r % tile_rows) * 32;
       const bf16* from = walk.element<bf16>(problem_.q);
       for (int64_t i = 0; i < steps_; ++i, to += tile_rows * 32) {

@@ -1,5 +1,6 @@
 // The checks of attention and the partition of its work, shared by all rungs.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -15,9 +16,9 @@ namespace tilerank {
 }
 
 // Checks everything that could make the kernel access memory outside its arguments, except page numbers, which are
-// checked where they are used.
+// checked where they are used. kv_starts, visible: or none.
 inline void check_batch(const char* kernel, int64_t rows, const Tensor& page_tables, const Tensor& seq_lens,
-                        const Tensor& query_starts, const Tensor& kv_starts, bool causal) {
+                        const Tensor& query_starts, const Tensor& kv_starts, bool causal, const Tensor& visible) {
   const int32_t *lengths = seq_lens.as<int32_t>(), *starts = query_starts.as<int32_t>();
   const int64_t sequences = seq_lens.size[0];
   if (starts[0] != 0 || starts[sequences] != rows) {
@@ -37,6 +38,14 @@ inline void check_batch(const char* kernel, int64_t rows, const Tensor& page_tab
     const int64_t pages = lengths[i] > 0 ? (first + lengths[i] + kPageTokens - 1) / kPageTokens : 0;
     if (pages > page_tables.size[1]) {
       attention_error(kernel, "page_tables: expected ", pages, " pages for sequence ", i, page_tables.size[1]);
+    }
+    for (int64_t row = starts[i], before = 0; visible && row < starts[i + 1]; ++row) {
+      const int64_t end = visible.as<int32_t>()[row], least = std::max(lengths[i] - (starts[i + 1] - row) + 1, before);
+      if (end < least || end > lengths[i]) {
+        throw Error(std::string(kernel) + ": visible: expected " + std::to_string(least) + " to " +
+                    std::to_string(lengths[i]) + " for row " + std::to_string(row) + ", found " + std::to_string(end));
+      }
+      before = end;
     }
   }
 }

@@ -92,7 +92,7 @@ template <int N, class Rows>
                                                              int64_t lane_group, float* o, float* last) {
   const int64_t at = lane_group * 16 * kPageTokens;
   const bf16* v = chunk.v[0] + at;
-  if (chunk.begin % kPartTokens == 0) {
+  if (chunk.begins) {
     interleaved_step<N, Packed>(rows, 64, p, p + kTile, v, v + 16 * kPageTokens,
                                 [&](auto tile) __attribute__((always_inline)) {
                                   tile_store_block<tile>(sums_at<tile>(last));
@@ -130,8 +130,9 @@ class InterleavedTask : public TileTask {
     next_task_.rows = std::clamp<int64_t>(task_.queries * task_.heads - next_task_.row, 0, task_.rows);
     next_ = RowWalk(next_task_, by_heads(next_task_));
     if (next_task_.rows == 0 || problem.quantized()) return;
-    fetched_pages_ = same_head ? (task_.seen() + kPageTokens - 1) / kPageTokens : 0;
-    seen_pages_ = std::min((next_task_.seen() + kPageTokens - 1) / kPageTokens, fetched_pages_ + kMostPages);
+    const auto pages = [](int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; };
+    fetched_pages_ = std::max(same_head ? pages(task_.end()) : 0, next_task_.begin() / kPageTokens);
+    seen_pages_ = std::min(pages(next_task_.end()), fetched_pages_ + kMostPages);
   }
 
   void run() {
@@ -145,7 +146,9 @@ class InterleavedTask : public TileTask {
     for (int i = 0; i < kChunksInFlight; ++i) chunks[i].buffer = i;
     look_up_first(chunks[0]);
     int64_t steps = 0;
-    for (int64_t group = 0; group < groups_; ++group) steps += (end_of(group) + kPageTokens - 1) / kPageTokens;
+    for (int64_t group = 0; group < groups_; ++group) {
+      steps += std::max<int64_t>(end_of(group) - begin_of(group) + kPageTokens - 1, 0) / kPageTokens;
+    }
     rows_a_step_ = task_.rows / steps + 1;
     lines_a_step_ = (seen_pages_ - fetched_pages_) * lines_of_page() / steps + 1;
     scores_of(chunks[0], 0, scratch_.s[0]);
@@ -177,7 +180,7 @@ class InterleavedTask : public TileTask {
   // The softmax of a page, the scores of the next page, and the previous chunk's values up to `pairs` pairs of lane
   // groups.
   void step(const GroupChunk& chunk, int64_t page, bf16* p, const GroupChunk* next, int64_t next_page, int64_t pairs) {
-    const float* const s = scores_at(number_);
+    float* const s = scores_at(number_);
     float* const next_s = scores_at(++number_);
     const auto flush = [&] { values_up_to(lane_pairs_); };
     const auto interleave = [&](auto& rows) {

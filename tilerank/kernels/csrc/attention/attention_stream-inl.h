@@ -85,10 +85,11 @@ class StreamTask : public TileTask {
  private:
   template <int RowTiles, class T, bool Short>
   void walk() {
-    const int64_t end = end_of(0);
+    const int64_t end = end_of(0);  // heads that are processed together attend to the same tokens
     GroupChunk chunk;
     chunk.pages = 1;
-    for (chunk.begin = span_.begin * kPartTokens; chunk.begin < end; chunk.begin += kPageTokens) {
+    for (chunk.begin = begin_of(0); chunk.begin < end; chunk.begin += kPageTokens) {
+      chunk.begins = begins_part(chunk.begin, 0);
       const int64_t page = page_of(chunk.begin);
       const T* const keys = problem_.keys<T>(page, task_.kv_head);
       const T* const values = problem_.values<T>(page, task_.kv_head);
@@ -183,7 +184,7 @@ class StreamTask : public TileTask {
   template <int RowTiles, class T, bool Short>
   void add_values(const GroupChunk& chunk, TileWalk<T, Short>& walk) {
     const int64_t first_token = task_.first_token - chunk.begin, n = task_.length - chunk.begin;
-    const bool masked = std::is_same_v<T, bf16> && (first_token > 0 || n < kPageTokens), begins = begins_part(chunk);
+    const bool masked = std::is_same_v<T, bf16> && (first_token > 0 || n < kPageTokens);
     const bf16* const p = probabilities_of(chunk.group);
     float* const o = output(chunk);
     tile_load<4>(p, 64);
@@ -202,7 +203,7 @@ class StreamTask : public TileTask {
         tile_load_stream<6 + odd>(prepared(walk.at(), 16, odd), 64);
       }
       walk.fetch(1);
-      if (begins) {
+      if (chunk.begins) {
         tile_zero<odd>();
         if constexpr (RowTiles > 1) tile_zero<2 + odd>();
       } else {

@@ -18,6 +18,7 @@ class TileSums {
         group_rows_(task_.rows > 16 ? kGroup : task_.rows),
         rows_(task_.rows * span.heads),
         groups_((rows_ + group_rows_ - 1) / group_rows_),
+        leads_(span.leads()),
         by_heads_(span.heads == 1 && by_heads(task_)),
         streams_(task_.rows > kGroup && streams(problem.out)),
         all_(span.all()),
@@ -26,7 +27,8 @@ class TileSums {
   // Merges the sums over a part into those over all parts before it.
   void merge(int64_t part, const Sums& sums) {
     for (int64_t group = 0; group < groups_; ++group) {
-      if (last_visible(group) <= part * kPartTokens) continue;
+      const GroupTokens& seen = scratch_.tokens[group];
+      if (seen.end <= part * kPartTokens || seen.begin >= (part + 1) * kPartTokens) continue;
       merge_weights(group, sums.weights + group * group_rows_ * 16, sums.max + group * group_rows_);
       merge_values(group, sums.values + group * group_rows_ * lane_groups_ * 16, 0, lane_groups_);
     }
@@ -39,11 +41,15 @@ class TileSums {
   void store_rows(int64_t end) {
     for (; stored_ < end; ++stored_, to_store_.next()) {
       const int64_t r = stored_;
-      const float total = sum(load(scratch_.all_sum + r * 16));
-      if (problem_.lse) {
-        *to_store_.element<float>(problem_.lse) = (scratch_.all_shift[r] + std::log2(total)) * 0.693147180559945309f;
+      float total = sum(load(scratch_.all_sum + r * 16)), shift = scratch_.all_shift[r], of_values = 1;
+      if (problem_.sinks) {
+        const float sink = problem_.sinks.as<float>()[to_store_.head()] * kLog2E;
+        shift = std::max(shift, sink);
+        of_values = first_of(power_of_two(set(scratch_.all_shift[r] - shift)));
+        total = total * of_values + first_of(power_of_two(set(sink - shift)));
       }
-      const Vec factor = set(1.0f / total);
+      if (problem_.lse) *to_store_.element<float>(problem_.lse) = (shift + std::log2(total)) * kLn2;
+      const Vec factor = set(of_values / total);
       const float* o = scratch_.all_o + r / group_rows_ * group_rows_ * lane_groups_ * 16 + r % group_rows_ * 16;
       bf16* out = to_store_.element<bf16>(problem_.out);
       // + 0 turns a negative zero into a positive one, whatever was summed.
@@ -65,45 +71,45 @@ class TileSums {
     }
   }
 
-  int64_t last_visible(int64_t group) const { return scratch_.visible[std::min((group + 1) * group_rows_, rows_) - 1]; }
-  // The end of the span's tokens for a group.
-  int64_t end_of(int64_t group) const { return std::min(last_visible(group), span_.end * kPartTokens); }
+  // The span's tokens [begin_of, end_of) of a group, from the beginning of their first page.
+  int64_t begin_of(int64_t group) const {
+    return std::max(scratch_.tokens[group].begin / kPageTokens * kPageTokens, span_.begin * kPartTokens);
+  }
+  int64_t end_of(int64_t group) const { return std::min(scratch_.tokens[group].end, span_.end * kPartTokens); }
   int64_t rows_in(int64_t group) const { return std::min(group_rows_, rows_ - group * group_rows_); }
 
-  bool begins_part(const GroupChunk& chunk) const { return chunk.begin % kPartTokens == 0; }
+  // Whether a group begins a part with the page at token `begin`.
+  bool begins_part(int64_t begin, int64_t group) const { return begin % kPartTokens == 0 || begin == begin_of(group); }
   bool ends_part(const GroupChunk& chunk) const {
-    const int64_t end = chunk.begin + chunk.pages * kPageTokens;
-    return end % kPartTokens == 0 || end >= last_visible(chunk.group);
+    return chunk.end() % kPartTokens == 0 || chunk.end() >= scratch_.tokens[chunk.group].end;
   }
-  bool last_of_group(const GroupChunk& chunk) const {
-    return chunk.begin + chunk.pages * kPageTokens >= end_of(chunk.group);
-  }
+  bool last_of_group(const GroupChunk& chunk) const { return chunk.end() >= end_of(chunk.group); }
+  // Whether sums over the part are merged into those over the parts before it.
+  bool merges(int64_t part) const { return leads_ && part > span_.begin; }
   Sums left(int64_t part) const { return sums_of_part(parts_, part - span_.begin, task_.rows, lane_groups_ * 16); }
 
   float* output(const GroupChunk& chunk) const {
-    const int64_t part = chunk.begin / kPartTokens;
-    float* const o = span_.begin > 0 ? left(part).values : part > 0 ? scratch_.o : scratch_.all_o;
+    const int64_t part = chunk.part();
+    float* const o = !leads_ ? left(part).values : merges(part) ? scratch_.o : scratch_.all_o;
     return o + chunk.group * group_rows_ * lane_groups_ * 16;
   }
 
   // Copies or merges the softmax weights when the chunk ends its part.
   void finish_weights(const GroupChunk& chunk) {
     if (!ends_part(chunk)) return;
-    const int64_t group = chunk.group, first = group * group_rows_, part = chunk.begin / kPartTokens;
+    const int64_t group = chunk.group, first = group * group_rows_, part = chunk.part();
     float *const sum = sums_[group], *const shift = scratch_.shift + first;
-    if (span_.begin == 0 && part > 0) {
+    if (merges(part)) {
       merge_weights(group, sum, shift);
     } else {
-      const Sums to = span_.begin > 0 ? left(part) : Sums{nullptr, scratch_.all_sum, scratch_.all_shift};
+      const Sums to = leads_ ? Sums{nullptr, scratch_.all_sum, scratch_.all_shift} : left(part);
       std::copy_n(sum, rows_in(group) * 16, to.weights + first * 16);
       std::copy_n(shift, rows_in(group), to.max + first);
     }
   }
 
   // Whether the chunk completes values that must be merged; call after finish_weights.
-  bool merges(const GroupChunk& chunk) const {
-    return span_.begin == 0 && chunk.begin >= kPartTokens && ends_part(chunk);
-  }
+  bool merges(const GroupChunk& chunk) const { return merges(chunk.part()) && ends_part(chunk); }
 
   void merge_weights(int64_t group, const float* sum, const float* shift) {
     const int64_t first = group * group_rows_;
@@ -136,7 +142,7 @@ class TileSums {
   // Whether rows are ordered by head, so that the 16 rows of a tile have the constant stride of tokens and need no
   // packing. With many pages, packing once is cheaper.
   static bool by_heads(const Task& task) {
-    return task.rows > kGroup && task.seen() <= kPartTokens / 2 && task.rows % kGroup == 0 &&
+    return task.rows > kGroup && task.begin() / kSegment == (task.end() - 1) / kSegment && task.rows % kGroup == 0 &&
            task.row % task.heads == 0 && task.rows % (16 * task.heads) == 0;
   }
 
@@ -155,6 +161,7 @@ class TileSums {
   float* const parts_;
   const int64_t value_dims_, lane_groups_;
   const int64_t group_rows_, rows_, groups_;  // a group: up to kGroup rows of a task, or one task per head
+  const bool leads_;                          // whether the span has the first part of its task
   const bool by_heads_;
   const bool streams_;  // whether rows are written with non-temporal stores
   const Task all_;

@@ -7,7 +7,7 @@
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kMaxDim = 256;
+constexpr int64_t kMaxDim = 512;
 // Tokens of a part of attention. The sums over each part are merged by their maxima (flash-decoding), so that threads
 // can share a task by its parts.
 constexpr int64_t kPartTokens = 2048;
@@ -25,16 +25,28 @@ struct Task {
   int64_t kv_head, head, heads;  // first query head and number of query heads
   int64_t row, rows;             // this task's share of the queries * heads rows
   int64_t part_tokens;
-  bool causal;  // otherwise every row attends to all tokens
+  bool causal;          // otherwise every row attends to all tokens
+  int64_t window;       // the most tokens before and with its own that a row attends to, or 0: all
+  const int32_t* ends;  // of the tokens that each of the queries attends to, counted from first_token; or null
 
   bool same(const Task& other) const {
     return sequence == other.sequence && kv_head == other.kv_head && row == other.row;
   }
   int64_t token(int64_t r) const { return (row + r) / heads; }
-  // The end of the tokens that row r attends to, counted like `length`. It does not decrease with r.
-  int64_t visible(int64_t r) const { return causal ? length - queries + token(r) + 1 : length; }
-  int64_t seen() const { return visible(rows - 1); }
-  int64_t parts() const { return std::max<int64_t>((seen() + part_tokens - 1) / part_tokens, 1); }
+  // The tokens [begin_of, end_of) that a query attends to, counted like `length`. Neither bound decreases from one
+  // query to the next.
+  int64_t begin_of(int64_t query) const {
+    return window ? std::max(first_token, length - queries + query + 1 - window) : first_token;
+  }
+  int64_t end_of(int64_t query) const {
+    if (ends) return first_token + ends[query];
+    return causal ? length - queries + query + 1 : length;
+  }
+  // The tokens [begin, end) that any row attends to.
+  int64_t begin() const { return begin_of(token(0)); }
+  int64_t end() const { return end_of(token(rows - 1)); }
+  int64_t first_part() const { return begin() / part_tokens; }
+  int64_t end_part() const { return std::max<int64_t>((end() + part_tokens - 1) / part_tokens, 1); }
   template <class T>
   T* element(const Tensor& t, int64_t r) const {
     return t.row<T>(query + token(r)) + (head + (row + r) % heads) * t.stride[1];
@@ -47,7 +59,10 @@ struct Problem {
   const Tensor &page_tables, &seq_lens, &query_starts, &kv_map, &kv_starts;  // kv_starts: or none
   float scale;
   bool causal;
-  const Tensor &out, &lse;  // lse: or none
+  const Tensor &out, &lse;                // lse: or none
+  int64_t window = 0;                     // 0: none
+  float softcap = 0;                      // 0: none
+  const Tensor sinks = {}, visible = {};  // or none
 
   bool quantized() const { return k_pages.dtype == DType::i8; }
   int64_t key_dims() const { return q.size[2]; }
@@ -82,15 +97,47 @@ struct Problem {
       _mm_prefetch(reinterpret_cast<const char*>(scales + i), _MM_HINT_T0);
   }
 
+  // Returns the first task of a sequence and KV head, of at most `rows` rows.
+  Task first_task(int64_t sequence, int64_t kv_head, int64_t rows, int64_t part_tokens) const {
+    const int64_t length = seq_lens.as<int32_t>()[sequence];
+    const int64_t first = kv_starts && length > 0 ? kv_starts.as<int32_t>()[sequence] : 0;
+    const int64_t start = query_starts.as<int32_t>()[sequence],
+                  queries = query_starts.as<int32_t>()[sequence + 1] - start;
+    const int32_t* heads = kv_map.row<int32_t>(kv_head);
+    return {sequence,
+            first / kPageTokens,
+            first % kPageTokens,
+            first % kPageTokens + length,
+            start,
+            queries,
+            kv_head,
+            heads[0],
+            heads[1],
+            0,
+            std::min(rows, queries * heads[1]),
+            part_tokens,
+            causal,
+            window,
+            visible ? visible.as<int32_t>() + start : nullptr};
+  }
+
   // Returns the keys that this thread probably reads after `heads` KV heads from the task's on, for prefetching.
   template <class T>
   const T* keys_after(const Task& task, int64_t heads) const {
     const int64_t head = task.kv_head + heads;
-    const bool same = head < k_pages.size[1];
-    const int64_t sequence = task.sequence + (same ? 0 : 1);
-    if (sequence == page_tables.size[0]) return keys<T>(0, 0);
-    const int64_t page = page_tables.row<int32_t>(sequence)[same ? task.first_page : 0];
-    return keys<T>(std::clamp<int64_t>(page, 0, k_pages.size[0] - 1), same ? head : 0);
+    if (head < k_pages.size[1]) return keys_from<T>(task, task.begin(), head);
+    if (task.sequence + 1 == page_tables.size[0]) return keys<T>(0, 0);
+    const Task next = first_task(task.sequence + 1, 0, task.rows, task.part_tokens);
+    return keys_from<T>(next, next.begin_of(0), 0);
+  }
+
+ private:
+  // The keys of a token and those after it, for prefetching: page numbers are not checked.
+  template <class T>
+  const T* keys_from(const Task& task, int64_t token, int64_t head) const {
+    const int64_t index = std::min(task.first_page + token / kPageTokens, page_tables.size[1] - 1);
+    const int64_t page = page_tables.row<int32_t>(task.sequence)[index];
+    return keys<T>(std::clamp<int64_t>(page, 0, k_pages.size[0] - 1), head);
   }
 };
 
@@ -105,7 +152,10 @@ class RowWalk {
   T* element(const Tensor& t) const {
     return t.row<T>(task_->query + token_) + (task_->head + head_) * t.stride[1];
   }
-  int64_t visible() const { return task_->causal ? task_->length - task_->queries + token_ + 1 : task_->length; }
+  // The tokens [begin, end) that the row attends to, as those of the task.
+  int64_t begin() const { return task_->begin_of(token_); }
+  int64_t end() const { return task_->end_of(token_); }
+  int64_t head() const { return task_->head + head_; }
   void next() {
     if (by_heads_) {
       if (++token_ < (task_->row + task_->rows) / task_->heads) return;
@@ -127,26 +177,9 @@ class RowWalk {
 // Calls f(task) for every task, in the order of the batch.
 template <class F>
 static void for_tasks(const Problem& problem, const TaskSizes& sizes, F&& f) {
-  const Tensor &seq_lens = problem.seq_lens, &kv_map = problem.kv_map, &kv_starts = problem.kv_starts;
-  for (int64_t sequence = 0; sequence < seq_lens.size[0]; ++sequence) {
-    const int64_t length = seq_lens.as<int32_t>()[sequence];
-    const int64_t first = kv_starts && length > 0 ? kv_starts.as<int32_t>()[sequence] : 0;
-    const int32_t* start = problem.query_starts.as<int32_t>() + sequence;
-    for (int64_t kv_head = 0; kv_head < kv_map.size[0]; ++kv_head) {
-      const int32_t* heads = kv_map.row<int32_t>(kv_head);
-      Task task{sequence,
-                first / kPageTokens,
-                first % kPageTokens,
-                first % kPageTokens + length,
-                start[0],
-                start[1] - start[0],
-                kv_head,
-                heads[0],
-                heads[1],
-                0,
-                0,
-                sizes.part_tokens,
-                problem.causal};
+  for (int64_t sequence = 0; sequence < problem.seq_lens.size[0]; ++sequence) {
+    for (int64_t kv_head = 0; kv_head < problem.kv_map.size[0]; ++kv_head) {
+      Task task = problem.first_task(sequence, kv_head, sizes.rows, sizes.part_tokens);
       const int64_t rows = task.queries * task.heads;
       for (; task.row < rows; task.row += sizes.rows) {
         task.rows = std::min(sizes.rows, rows - task.row);
@@ -166,13 +199,14 @@ static void clear_rows(const Problem& problem, const Task& task) {
   }
 }
 
-// Parts begin to end of a task. Or, with heads > 1, all parts of the tasks of `heads` consecutive KV heads with
-// consecutive query heads, of a sequence with one query token.
+// Parts begin to end of a task, which counts them from the first token of its pages. Or, with heads > 1, all parts of
+// the tasks of `heads` consecutive KV heads with consecutive query heads, of a sequence with one query token.
 struct Span {
   Task task;  // the first task
   int64_t begin, end, heads = 1;
 
-  bool whole() const { return begin == 0 && end == task.parts(); }
+  bool leads() const { return begin == task.first_part(); }
+  bool whole() const { return leads() && end == task.end_part(); }
   bool is_followed_by(const Span& next) const {
     return task.queries == 1 && whole() && next.whole() && task.sequence == next.task.sequence &&
            task.kv_head + heads == next.task.kv_head && task.head + heads * task.heads == next.task.head &&
@@ -211,20 +245,22 @@ static inline Sums sums_of_part(float* parts, int64_t number, int64_t rows, int6
 template <class Cost, class F>
 static void for_spans(const Problem& problem, const TaskSizes& sizes, Cost&& token_cost, int threads, F&& f) {
   WorkPartition partition{0, threads};
-  const auto cost = [&](const Task& task) { return token_cost(task) * (task.seen() + 1); };
+  const auto cost = [&](const Task& task) { return token_cost(task) * (task.end() - task.begin() + 1); };
   for_tasks(problem, sizes, [&](const Task& task) { partition.total += cost(task); });
   for_tasks(problem, sizes, [&](const Task& task) {
-    const int64_t parts = task.parts(), of_part = token_cost(task) * sizes.part_tokens, all = cost(task);
+    const int64_t end_part = task.end_part(), of_token = token_cost(task);
     const auto owner = [&](int64_t part) {
-      return partition.owner(part * of_part, std::min(of_part, all - part * of_part));
+      const int64_t first = std::max(task.begin(), part * sizes.part_tokens) - task.begin();
+      const int64_t end = std::min(task.end(), (part + 1) * sizes.part_tokens) - task.begin();
+      return partition.owner(first * of_token, (end - first) * of_token);
     };
-    for (int64_t begin = 0, end; begin < parts; begin = end) {
+    for (int64_t begin = task.first_part(), end; begin < end_part; begin = end) {
       const int thread = owner(begin);
-      end = owner(parts - 1) == thread ? parts : begin + 1;
-      while (end < parts && owner(end) == thread) ++end;
+      end = owner(end_part - 1) == thread ? end_part : begin + 1;
+      while (end < end_part && owner(end) == thread) ++end;
       f(thread, Span{task, begin, end});
     }
-    partition.preceding += all;
+    partition.preceding += cost(task);
   });
 }
 
@@ -252,7 +288,7 @@ static void run_spans(const Problem& problem, const TaskSizes& sizes, Cost&& tok
   const auto run_last = [&] {
     if (!last) return;
     // Only the first span of a thread can begin inside a task, so no later span overwrites its sums.
-    Scratch& own = scratch(last->begin > 0 ? last->end - last->begin : 0, last->task.rows);
+    Scratch& own = scratch(last->leads() ? 0 : last->end - last->begin, last->task.rows);
     Runner(problem, *last, own, parts_in(&own)).run();
     sums_of_last = &own;
   };
@@ -265,7 +301,7 @@ static void run_spans(const Problem& problem, const TaskSizes& sizes, Cost&& tok
       }
       run_last();
       last = span;
-    } else if (last && last->begin == 0 && last->task.same(span.task)) {
+    } else if (last && last->leads() && last->task.same(span.task)) {
       remainders.push_back({owner, span.begin, span.end});
     }
   });

@@ -7,14 +7,20 @@ constexpr int64_t kTaskRows = 4 * kGroup;
 constexpr int64_t kMostGroups = 32;
 constexpr int64_t kChunksInFlight = 3;  // the one whose values are added, the current one, and the next
 constexpr int64_t kTileChunkPages = 4;  // their probabilities are kept, for two chunks, until the values are added
+constexpr int64_t kTileChunkTokens = kTileChunkPages * kPageTokens;
 // Tokens that all groups process before the next ones. Long segments switch rarely between groups, whose sums and
 // queries stay in L1; the keys and values of a segment should still be in L2 for the next group.
-constexpr int64_t kSegment = 8 * kTileChunkPages * kPageTokens;
+constexpr int64_t kSegment = 8 * kTileChunkTokens;
 constexpr float kHeadroom = 16;  // a probability may reach 2^kHeadroom before its shift is raised
 constexpr float kMostOfTwo =
     65535;  // of a sum of two probabilities; one alone may be slightly more, since exp2 is approximate
 constexpr int64_t kTile = 16 * 32;                     // bf16 elements of a tile
 constexpr int64_t kPageScores = kGroup * kPageTokens;  // scores of a group with a page
+
+// The tokens [begin, end) that some rows of a group attend to, and [latest_begin, earliest_end) of all rows.
+struct GroupTokens {
+  int64_t begin, latest_begin, earliest_end, end;
+};
 
 struct TileScratch {
   // The scores of two pages, or of all rows of heads that are processed together: [token / 16][row][token % 16].
@@ -30,8 +36,9 @@ struct TileScratch {
   alignas(64) bf16
       wide[kChunksInFlight * kTileChunkPages][2 * kMaxDim * kPageTokens];  // keys and values of chunks, widened codes
   alignas(64) float discarded[2 * kGroup * 16];                            // target of stores without a use
-  float shift[kTaskRows];  // an integer: probability = 2^(score - shift)
-  int64_t visible[kTaskRows];
+  float shift[kTaskRows];                        // an integer: probability = 2^(score - shift)
+  int64_t first[kTaskRows], visible[kTaskRows];  // the tokens [first, visible) that each row attends to
+  GroupTokens tokens[kMostGroups];
   alignas(64) float all_sum[kTaskRows * 16], all_shift[kTaskRows];
   float all_factor[kTaskRows], part_factor[kTaskRows];  // factors of the last merge
 };
@@ -39,9 +46,13 @@ struct TileScratch {
 // A group of rows and a chunk of tokens that it processes.
 struct GroupChunk {
   int64_t begin, group, pages;
+  bool begins;  // whether it is the group's first one of its part
   const bf16 *k[kTileChunkPages], *v[kTileChunkPages];
   const float *key_scales[kTileChunkPages], *value_scales[kTileChunkPages];  // of int8 pages
   int buffer = 0;  // index of its widened codes in TileScratch::wide
+
+  int64_t part() const { return begin / kPartTokens; }
+  int64_t end() const { return begin + pages * kPageTokens; }  // of its pages
 };
 
 // 2^x within 4e-6, far below the rounding of the result to bf16; 2^-inf = 0.
@@ -88,10 +99,10 @@ static inline uint32_t tokens_before(int64_t end) {
 static inline uint32_t tokens(int64_t begin, int64_t end) { return tokens_before(end) & ~tokens_before(begin); }
 static inline __mmask16 lanes(uint32_t tokens, int half) { return static_cast<__mmask16>(tokens >> 16 * half); }
 
-// A page as the rows of a group see it: row r attends to its tokens first_token to visible[r] - begin.
+// A page as the rows of a group see it: row r attends to its tokens first[r] - begin to visible[r] - begin.
 struct PageRows {
-  const int64_t* visible;
-  int64_t begin, first_token;
+  const int64_t *first, *visible;
+  int64_t begin;
   __m512 key_factor[2], value_factor[2];  // by token; those of keys are positive, so that -inf stays -inf
 
   // The exponents of 16 tokens; -inf for masked ones. Whole: no token is masked.
@@ -99,7 +110,7 @@ struct PageRows {
   __m512 exponents(const float* s, int64_t row, int half, float shift) const {
     __m512 scores = _mm512_load_ps(s + half * kGroup * 16);
     if constexpr (Whole) return _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
-    const __mmask16 seen = lanes(tokens(first_token, visible[row] - begin), half);
+    const __mmask16 seen = lanes(tokens(first[row] - begin, visible[row] - begin), half);
     scores = _mm512_fmsub_ps(scores, key_factor[half], _mm512_set1_ps(shift));
     return _mm512_mask_mov_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), seen, scores);
   }
@@ -216,7 +227,7 @@ template <int Groups>
 static inline void lane_values(const bf16* p, const GroupChunk& chunk, int64_t lane_group, float* o) {
   float* const sums = o + lane_group * kGroup * 16;
   const auto at = [&](auto row, auto group) { return sums + group * kGroup * 16 + row * 256; };
-  if (chunk.begin % kPartTokens == 0) {
+  if (chunk.begins) {
     for_sums<Groups>([](auto row, auto group) { tile_zero<row * 2 + group>(); });
   } else {
     for_sums<Groups>([&](auto row, auto group) { tile_load<row * 2 + group>(at(row, group), 64); });

@@ -43,7 +43,8 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
  private:
   using VectorSums<Scratch>::problem_, VectorSums<Scratch>::scratch_, VectorSums<Scratch>::padded_;
   using VectorSums<Scratch>::span_, VectorSums<Scratch>::task_, VectorSums<Scratch>::head_rows_;
-  using VectorSums<Scratch>::begin_, VectorSums<Scratch>::pages_, VectorSums<Scratch>::first_row;
+  using VectorSums<Scratch>::begin_, VectorSums<Scratch>::pages_;
+  using VectorSums<Scratch>::first_row, VectorSums<Scratch>::end_row;
   using Left = typename Scratch::Left;
   static constexpr int64_t kScoreStride = Scratch::kScoreStride;
 
@@ -53,7 +54,7 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
       const T* from = row.template element<T>(problem_.q);
       LeftOperand<T>* to = scratch_.q + r * Left::kStride;
       for_lanes(problem_.key_dims(), [&](int64_t i, auto lanes) { store(to + i, lanes.load(from + i)); });
-      scratch_.visible[r] = row.visible();
+      this->set_range(r, row);
     }
   }
 
@@ -83,7 +84,7 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
       return problem_.page(task_.sequence, task_.first_page + begin_ / kPageTokens + i);
     };
     for (int64_t i = 0; i < pages_; ++i) page_[i] = number(i);
-    next_ = this->continues() ? address(problem_.k_pages, number(kChunkPages), 0)
+    next_ = this->continues() ? address(problem_.k_pages, number(pages_), 0)
             : many_rows_      ? nullptr
                               : keys_of_next_task();
   }
@@ -134,9 +135,19 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
     }
   }
 
+  // Rows of a head: those of which some attend to page i of the chunk, in steps of kRowStep.
+  struct Rows {
+    int64_t first, count;
+  };
+  Rows rows_of_page(int64_t i, int64_t head) const {
+    const int64_t first = first_row(i * kPageTokens), end = end_row((i + 1) * kPageTokens);
+    return {head * head_rows_ + first, end - first};
+  }
+
   void multiply_keys(int64_t i, int64_t head) {
     static constexpr float kNothing[kPageTokens] = {};
-    const int64_t dims = problem_.key_dims(), skipped = first_row(i * kPageTokens), first = head * head_rows_ + skipped;
+    const int64_t dims = problem_.key_dims();
+    const Rows rows = rows_of_page(i, head);
     const char* const from = keys(i, head);
     if (problem_.quantized())
       problem_.fetch_scales(page_[i], task_.kv_head + head);  // one page at a time: many prefetches at once are dropped
@@ -146,9 +157,8 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
       const int64_t operands = kPageTokens / 16 * dims / x;
       LinePrefetch lines[] = {ahead(next, dims, operands),
                               ahead(many_rows_ ? values(i, 0) : nullptr, padded_, operands)};
-      product(Left{scratch_.q}.from(first), head_rows_ - skipped,
-              RightOperand{keys, kPageTokens / 16, dims / x, 16 * dims}, {kNothing, 0},
-              {scratch_.s + first * kScoreStride + i * kPageTokens, kScoreStride}, lines);
+      product(Left{scratch_.q}.from(rows.first), rows.count, RightOperand{keys, kPageTokens / 16, dims / x, 16 * dims},
+              {kNothing, 0}, {scratch_.s + rows.first * kScoreStride + i * kPageTokens, kScoreStride}, lines);
     };
     if (!many_rows_) {
       return problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(from))
@@ -194,36 +204,52 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
 
   // Few rows: multiplies a page of values as it is stored.
   void multiply_values(const Sums& sums, int64_t i, int64_t head) {
-    const int64_t skipped = first_row(i * kPageTokens), first = head * head_rows_ + skipped;
-    float* const o = sums.values + first * padded_;
+    const Rows rows = rows_of_page(i, head);
+    float* const o = sums.values + rows.first * padded_;
     const char* const from = seen_values(i, head);
     const auto multiply = [&](const auto* values) {
       constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*values)>>;
       LinePrefetch lines[] = {ahead(after((pages_ + i) * span_.heads + head), padded_, padded_ / 16 * kPageTokens / x),
                               ahead(nullptr, 0, 1)};
-      product(Left{scratch_.p + i * kPageTokens}.from(first), head_rows_ - skipped,
+      product(Left{scratch_.p + i * kPageTokens}.from(rows.first), rows.count,
               RightOperand{values, padded_ / 16, kPageTokens / x, 16 * kPageTokens}, {o, padded_}, {o, padded_}, lines);
     };
     problem_.quantized() ? multiply(reinterpret_cast<const int8_t*>(from)) : multiply(reinterpret_cast<const T*>(from));
   }
 
-  // Many rows: multiplies the widened chunk at once, each row up to the last page that it attends to.
+  // Many rows: multiplies the widened chunk at once, each row from the first to the last page that it attends to.
   void multiply_panel(const Sums& sums) {
     constexpr int64_t x = kPair<LeftOperand<T>>;
     for (int64_t i = 0; i < pages_; ++i) {
       widen_page(seen_values(i, 0), padded_ / 16, kPageTokens, scratch_.panel + i * 16 * kPageTokens, 16 * kChunk);
     }
-    for (int64_t i = 1; i <= pages_; ++i) {
-      const int64_t first = first_row((i - 1) * kPageTokens),
-                    end = i < pages_ ? first_row(i * kPageTokens) : task_.rows;
-      const int64_t operands = padded_ / 16 * i * kPageTokens / x;
-      LinePrefetch lines[] = {ahead(i == pages_ ? next_ : nullptr, problem_.key_dims(), operands),
+    // Consecutive steps of rows that attend to the same pages are multiplied together.
+    for (int64_t first = 0, end; first < task_.rows; first = end) {
+      const Pages pages = pages_of_step(first);
+      end = first;
+      do {
+        end = std::min(end + Scratch::kRowStep, task_.rows);
+      } while (end < task_.rows && pages_of_step(end) == pages);
+      if (pages.first >= pages.end) continue;
+      const int64_t steps = (pages.end - pages.first) * kPageTokens / x;
+      LinePrefetch lines[] = {ahead(end == task_.rows ? next_ : nullptr, problem_.key_dims(), padded_ / 16 * steps),
                               ahead(nullptr, 0, 1)};
       float* const o = sums.values + first * padded_;
-      product(Left{scratch_.p}.from(first), end - first,
-              RightOperand<LeftOperand<T>>{scratch_.panel, padded_ / 16, i * kPageTokens / x, 16 * kChunk},
-              {o, padded_}, {o, padded_}, lines);
+      const LeftOperand<T>* const panel = scratch_.panel + pages.first * 16 * kPageTokens;
+      product(Left{scratch_.p + pages.first * kPageTokens}.from(first), end - first,
+              RightOperand<LeftOperand<T>>{panel, padded_ / 16, steps, 16 * kChunk}, {o, padded_}, {o, padded_}, lines);
     }
+  }
+
+  struct Pages {  // of the chunk
+    int64_t first, end;
+    bool operator==(const Pages&) const = default;
+  };
+  // The pages to which some of kRowStep rows attend, counted from the chunk's first one.
+  Pages pages_of_step(int64_t row) const {
+    const int64_t last = std::min(row + Scratch::kRowStep, task_.rows) - 1;
+    const int64_t end = (scratch_.visible[last] - begin_ + kPageTokens - 1) / kPageTokens;
+    return {std::max<int64_t>(scratch_.first[row] - begin_, 0) / kPageTokens, std::min(end, pages_)};
   }
 
   const bool many_rows_;        // whether a head has many rows
@@ -243,11 +269,12 @@ static void run_attention(const Problem& problem, Team& team);
 
 TR_ENTRY(attention, Team& team, const Tensor& q, const Tensor& cache_k, const Tensor& cache_v,
          const Tensor& cache_scales, const Tensor& page_tables, const Tensor& seq_lens, const Tensor& query_starts,
-         const Tensor& kv_map, float scale, bool causal, const Tensor& lse, const Tensor& kv_starts,
-         const Tensor& out) {
-  const Problem problem{"attention",  q,      cache_k,   cache_v, cache_scales, page_tables, seq_lens,
-                        query_starts, kv_map, kv_starts, scale,   causal,       out,         lse};
-  check_batch(problem.kernel, q.size[0], page_tables, seq_lens, query_starts, kv_starts, causal);
+         const Tensor& kv_map, float scale, bool causal, const Tensor& lse, const Tensor& kv_starts, int64_t window,
+         const Tensor& sinks, float softcap, const Tensor& visible, const Tensor& out) {
+  const Problem problem{"attention",  q,       cache_k,   cache_v, cache_scales, page_tables, seq_lens,
+                        query_starts, kv_map,  kv_starts, scale,   causal,       out,         lse,
+                        window,       softcap, sinks,     visible};
+  check_batch(problem.kernel, q.size[0], page_tables, seq_lens, query_starts, kv_starts, causal, visible);
   check_kv_map(kv_map, q.size[1]);
   clear_unserved_heads(out, lse, kv_map, team);
   run_attention(problem, team);

@@ -43,7 +43,7 @@ struct LatentScratch {
   alignas(64) float o[kRows * kMostLatentDims], all_o[kRows * kMostLatentDims];
   alignas(64) float sum[kRows * kLanes], all_sum[kRows * kLanes];  // by lane; reduced at the end
   alignas(64) float max[kRows], all_max[kRows], new_max[kRows], decay[kRows];
-  int64_t visible[kRows];
+  int64_t first[kRows], visible[kRows];  // the tokens [first, visible) that each row attends to
 };
 
 // q_rope: the rotated part of the queries, of which problem.q has the latent part.
@@ -96,14 +96,14 @@ class LatentTask : public VectorSums<LatentScratch<T>> {
       load_part(problem_.q, to);
       load_part(q_rope_, to + latent_dims_);
       std::fill(to + latent_dims_ + q_rope_.size[2], to + dims_, A{});
-      scratch_.visible[r] = row.visible();
+      this->set_range(r, row);
     }
   }
 
   // Adds a chunk to the sums.
   void attend(const Sums& sums) {
     for (int64_t i = 0; i < pages_; ++i) page_[i] = number(i);
-    next_ = this->continues() ? number(kChunkPages) : -1;
+    next_ = this->continues() ? number(pages_) : -1;
     problem_.quantized() ? multiply_keys<int8_t>() : multiply_keys<T>();
     const auto load_factors = [&](float* to, float factor) {
       for (int64_t i = 0; i < pages_; ++i) {
@@ -221,7 +221,7 @@ TR_ENTRY(latent_attention, Team& team, const Tensor& q_latent, const Tensor& q_r
   const LatentProblem problem{{"latent_attention", q_latent, cache_data, cache_data, cache_scales, page_tables,
                                seq_lens, query_starts, one_head, kv_starts, scale, causal, out, lse},
                               q_rope};
-  check_batch(problem.kernel, q_latent.size[0], page_tables, seq_lens, query_starts, kv_starts, causal);
+  check_batch(problem.kernel, q_latent.size[0], page_tables, seq_lens, query_starts, kv_starts, causal, {});
   for (int64_t i = 0; kv_starts && i < kv_starts.size[0]; ++i) {
     const int32_t first = kv_starts.as<int32_t>()[i];
     if (first % kPageTokens) {
