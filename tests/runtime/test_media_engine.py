@@ -14,13 +14,13 @@ from rungs import COMPILED
 from tiny import make_checkpoint
 
 from tilerank.runtime.lead import encodings, media_encoding
-from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.media_encoding import MediaEncoding, operations_of_piece
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
+from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
 
 BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 
@@ -68,7 +68,7 @@ def test_a_picture_changes_what_follows_it(engine: Engine) -> None:
 @BITS
 def test_a_mixed_batch_gives_the_bits_of_single_requests(engine: Engine) -> None:
     alone = one_by_one(engine, mixed())
-    for rows in (module.PREFILL_CHUNK, 7):
+    for rows in (PREFILL_CHUNK, 7):
         forget(engine, chunk_rows=rows)
         assert answers(engine, mixed()) == alone
     assert answers(engine, mixed()) == alone  # from shared pages

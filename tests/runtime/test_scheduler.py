@@ -3,6 +3,7 @@ step."""
 
 from collections import Counter
 from collections.abc import Hashable
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -107,11 +108,11 @@ class FakeGrammarMask:
 class Schedules(RuleBasedStateMachine):
     """Sequences arrive, run, end and are cancelled in any order.
 
-    memory: the content of a real cache. held: the digests of the encodings on a rank, by number. slots: None for a
-    model without states.
+    memory: the content of a real cache. held: the digests of the encodings on a rank, by number. slots: those
+    of states, or another kind of cache that checks each step in the same way; None for a model with pages alone.
     """
 
-    slots: Slots | None = None
+    slots: Any = None
 
     def __init__(self) -> None:
         super().__init__()

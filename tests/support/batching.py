@@ -15,6 +15,7 @@ from tilerank.parallel.channel import Channel
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead import engine as module
+from tilerank.runtime.lead.cache_kind import CacheKind
 from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.lru_pool import LruPool, PoolEntry
@@ -23,9 +24,11 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.sequence import Sequence, next_chunk
 from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.lead.states import StatePool
+from tilerank.runtime.lead.window_pages import WindowPages
 from tilerank.runtime.protocol.events import ScoredEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Message
+from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
@@ -120,14 +123,21 @@ def evict(engine: Engine, kind: type[EncoderCache] | type[SourcePool]) -> None:
 
 
 def forget(
-    engine: Engine, *, pages: int | None = None, states: int | None = None, chunk_rows: int = module.PREFILL_CHUNK
+    engine: Engine,
+    *,
+    pages: int | None = None,
+    states: int | None = None,
+    chunk_rows: int = PREFILL_CHUNK,
+    window_pages: int | None = None,
 ) -> None:
-    """Make the engine share no page of an earlier request any more. pages, states: all of the worker's by default."""
+    """Make the engine share no page of an earlier request any more. pages, states, window_pages: all of the worker's by
+    default."""
     worker, scheduler = engine.worker, engine.scheduler
-    slots = [StatePool(states or worker.states)] if worker.states else []
+    beside: list[CacheKind[Sequence]] = [StatePool(states or worker.states)] if worker.states else []
+    beside += [WindowPages(window_pages or worker.window_pages, worker.window)] if worker.window else []
     sources = [kind for kind in scheduler.kinds if isinstance(kind, SourcePool)]
     encodings = [kind for kind in scheduler.kinds if isinstance(kind, EncoderCache)]
-    scheduler.kinds = [*slots, *sources, PagePool(pages or worker.pages, slots), *encodings]
+    scheduler.kinds = [*beside, *sources, PagePool(pages or worker.pages, beside), *encodings]
     scheduler.chunk_rows, scheduler.preemptions = chunk_rows, 0
 
 

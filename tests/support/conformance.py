@@ -23,6 +23,7 @@ from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt, Segment, VisibleRange
+from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step import latent_forms
@@ -98,10 +99,10 @@ def run(
         mock.patch("tilerank.runtime.lead.states.BLOCK_TOKENS", PAGE_TOKENS).start()
     latent_forms.PIECE_TOKENS = piece_tokens or latent_forms.PIECE_TOKENS
     witness, results = Witness(team.group), []
-    rungs, sizes = rungs or [core.isa()], chunk_rows or [module.PREFILL_CHUNK]
+    rungs, sizes = rungs or [core.isa()], chunk_rows or [PREFILL_CHUNK]
     for dtype, rung, cut, model, rows in product(dtypes, rungs, cuts, models, sizes):
         core.force_isa(rung)
-        module.PREFILL_CHUNK = rows
+        setattr(module, "PREFILL_CHUNK", rows)  # noqa: B010
         wanted = load_file(f"{out}/{model}.safetensors")
         config = RankConfig(
             dtype=getattr(torch, dtype),

@@ -98,8 +98,8 @@ def test_the_most_tokens_are_the_last_ones_that_fit(per_state: int) -> None:
         return 3 * tokens + (num_states(tokens) * per_state if per_state else 0)
 
     for room in [*range(8 * per_state, 8 * per_state + 50), 49151, 49152, 60000, 88151, 88152, 100000, 123456]:
-        most = most_tokens(room, 3, per_state)
-        assert (most <= 0 or need(most) <= room) and need(max(most, 0) + 1) > room, room
+        most = most_tokens(room, need)
+        assert (not most or need(most) <= room) and need(most + 1) > room, room
 
 
 def test_the_table_of_ranks_has_the_slots_of_models_with_states() -> None:

@@ -103,7 +103,7 @@ def new_tokens_of(case: Case) -> int:
 
     They suffice for `case.new_tokens` decode steps with all sequences after the last prompt is prefilled.
     """
-    from tilerank.runtime.lead.engine import PREFILL_CHUNK
+    from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
 
     return case.new_tokens + case.prefill_steps(PREFILL_CHUNK)
 

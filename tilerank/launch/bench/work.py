@@ -22,7 +22,8 @@ class ModelWork:
     for tokens whose logits are used: the last one of a prompt and every one after it. cached: bytes of the keys and
     values of one token in all layers. state: bytes of the states of one sequence in all layers, which a step reads and
     writes. picture: encoding the picture of a prompt, if prompts have one. source: bytes of the keys and values of a
-    token of an encoding in all layers of cross-attention. source_tokens: those that a sequence sees.
+    token of an encoding in all layers of cross-attention. source_tokens: those that a sequence sees. windowed: bytes of
+    the keys and values of one token in layers with a window of `window` tokens, which `cached` does not contain.
     """
 
     body: Cost
@@ -32,6 +33,8 @@ class ModelWork:
     picture: Work = field(default_factory=Work)
     source: int = 0
     source_tokens: int = 0
+    windowed: int = 0
+    window: int = 0
 
     @property
     def weights(self) -> int:
@@ -45,18 +48,23 @@ class ModelWork:
         """
         pairs = tokens * (tokens + 1) // 2
         body = self.body.work(batch * tokens, batch * pairs)
-        return self._moving(batch * tokens, batch) + body + self.end.work(batch, batch * tokens) + self.picture * batch
+        return self._moving(tokens, tokens, batch) + body + self.end.work(batch, batch * tokens) + self.picture * batch
 
     def decode(self, batch: int, context: float) -> Work:
         """One step of `batch` sequences that hold `context` tokens each, the new one included."""
         pairs = batch * context
-        return self._moving(pairs, batch) + self.body.work(batch, pairs) + self.end.work(batch, pairs)
+        return (
+            self._moving(context, min(context, self.window), batch)
+            + self.body.work(batch, pairs)
+            + self.end.work(batch, pairs)
+        )
 
-    def _moving(self, tokens: float, sequences: int) -> Work:
-        """Reading the weights once, what is cached of `tokens` tokens and what sequences see of encodings, reading and
-        writing the states."""
-        of_sequence = 2 * self.state + self.source * self.source_tokens
-        return Work(self.weights + self.cached * tokens + of_sequence * sequences)
+    def _moving(self, tokens: float, in_window: float, sequences: int) -> Work:
+        """Reading the weights once; for each sequence what is cached of `tokens` tokens, or of `in_window` in layers
+        with a window, and what it sees of encodings; reading and writing its states."""
+        cached = self.cached * tokens + self.windowed * in_window
+        of_sequence = cached + 2 * self.state + self.source * self.source_tokens
+        return Work(self.weights + of_sequence * sequences)
 
 
 def model_work(
@@ -70,7 +78,13 @@ def model_work(
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model
-    from tilerank.runtime.step.cache import bytes_per_source_page, bytes_per_state, bytes_per_token
+    from tilerank.runtime.step.cache import (
+        bytes_per_source_page,
+        bytes_per_state,
+        bytes_per_token,
+        bytes_per_window_token,
+        window_of,
+    )
 
     formats = weight_formats(card.quantization, dtype, quantization)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
@@ -82,6 +96,8 @@ def model_work(
         bytes_per_token(specs),
         bytes_per_state(specs),
         source=bytes_per_source_page(specs) // PAGE_TOKENS,
+        windowed=bytes_per_window_token(specs),
+        window=window_of(specs),
     )
 
 

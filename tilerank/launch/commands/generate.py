@@ -21,7 +21,7 @@ from ..logs import log_debug_on_rank0, log_info_on_rank0, say
 from ..options import model
 from ..options.arguments import number, whole_number
 from ..planning import cache_size
-from ..planning.plan_text import cache_text, render, states_text
+from ..planning.plan_text import cache_text, render, states_text, windows_text
 from ..ranks import start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import identify
@@ -120,6 +120,8 @@ class GenerateJob:
         if self._plan:
             log_debug_on_rank0(log, "the ranks and their parts:\n%s", render(self._plan))
             log_info_on_rank0(log, cache_text(self._plan))
+            if self._plan.window_tokens:
+                log_info_on_rank0(log, windows_text(self._plan))
             if self._plan.states:
                 log_info_on_rank0(log, states_text(self._plan))
             if tokens < self._plan.cached_tokens:

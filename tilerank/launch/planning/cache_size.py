@@ -36,29 +36,40 @@ def largest(
     replicas: int,
     requests: int,
     context: int,
+    window: int,
 ) -> CacheSize:
     """Return the largest cache that fits everywhere, in whole pages; 0 tokens if there is no room for a page.
 
     form: the format of the weights, for the sentence. memory, nodes: what all ranks of this host hold, and where.
     Weights, encoded media and caches may take `fraction` of a node's memory, and of each replica's part of the control
     group's limit, and no more than is free. More than `requests` requests of `context` tokens never run at a time.
+    window: as in Plan.
     """
     from tilerank.kernels.kv_pages import PAGE_TOKENS
 
     found = [CacheSize(requests * context, f"{requests} requests of {context:,} tokens, no more run at a time")]
     for node in nodes:
-        if node.cache_per_token:
-            held = replace(node, cache_per_token=math.ceil(node.cache_per_token), state=math.ceil(node.state))
-            found += _limits(f"node {node.node}", form, held, node.total, node.free, fraction)
+        if node.caches:
+            held = replace(
+                node,
+                cache_per_token=math.ceil(node.cache_per_token),
+                window_per_token=math.ceil(node.window_per_token),
+                state=math.ceil(node.state),
+            )
+            found += _limits(f"node {node.node}", form, held, node.total, node.free, fraction, window)
     group, available = limits.memory_limit, limits.memory_available
-    if group is not None and available is not None and memory.cache_per_token:
-        found += _limits("the control group", form, memory, group // replicas, available, fraction)
+    if group is not None and available is not None and memory.caches:
+        found += _limits("the control group", form, memory, group // replicas, available, fraction, window)
     tightest = min(found, key=lambda limit: limit.tokens)
     return CacheSize(max(0, tightest.tokens // PAGE_TOKENS * PAGE_TOKENS), tightest.reason)
 
 
-def _limits(where: str, form: str, held: MemoryUse, total: int, free: int, fraction: float) -> Iterator[CacheSize]:
+def _limits(
+    where: str, form: str, held: MemoryUse, total: int, free: int, fraction: float, window: int
+) -> Iterator[CacheSize]:
     weights, each = f"{size(held.weights)} of {form} weights", f"at {size(held.cache_per_token)} a token"
+    if held.window_per_token:
+        each += f" and {size(held.window_per_token)} for each that layers with a window have room for"
     if held.state:
         each += f" and {size(held.state)} for the states of every {TOKENS_PER_STATE:,} tokens"
     if held.media:
@@ -67,11 +78,11 @@ def _limits(where: str, form: str, held: MemoryUse, total: int, free: int, fract
         weights += f", {size(held.speech)} for speech"
     share = int(fraction * total)
     yield CacheSize(
-        held.tokens(share - held.fixed),
+        held.tokens(share - held.fixed, window),
         f"{where}: --mem-fraction-static {fraction:g} of {size(total)} is {size(share)}, less {weights}, {each}",
     )
     yield CacheSize(
-        held.tokens(free - held.fixed - held.overhead),
+        held.tokens(free - held.fixed - held.overhead, window),
         f"{where}: {size(free)} free, less {weights} and {size(held.overhead)} for the processes, {each}",
     )
 

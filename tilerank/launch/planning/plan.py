@@ -43,7 +43,14 @@ def plan_model(
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model
     from tilerank.runtime.rank.speech_rank import TALKER_TOKENS, speech_bytes
-    from tilerank.runtime.step.cache import bytes_per_state, bytes_per_token, expected_tokens, has_states
+    from tilerank.runtime.step.cache import (
+        bytes_per_state,
+        bytes_per_token,
+        bytes_per_window_token,
+        expected_tokens,
+        has_states,
+        window_of,
+    )
 
     cached_tokens, kv_split = options.cached_tokens, options.kv_split
     expected = expected_tokens(card.context_length) if cached_tokens is None else cached_tokens
@@ -64,6 +71,7 @@ def plan_model(
             part.speaker.nbytes() if part.speaker else 0,
             weights=part.nbytes(),
             cache_per_token=bytes_per_token(part.cache_specs()),
+            window_per_token=bytes_per_window_token(part.cache_specs()),
             state=bytes_per_state(part.cache_specs()),
             media=options.mm_cache_bytes if part.encoder else 0,
             speech=speech_bytes(part.speaker, tokens=TALKER_TOKENS, sequences=MAX_RUNNING, ranks=tp)
@@ -86,6 +94,8 @@ def plan_model(
         cached_tokens=cached_tokens or 0,
         cache_reason=None,
         states=num_states(cached_tokens or 0) if with_states else 0,
+        window=min(window_of(models[0].cache_specs()), card.context_length),
+        context_length=card.context_length,
         dimensions=tuple(_dimensions(models[0])),
         splits_contexts=models[0].context_part is not None if models[0].expands and tp > 1 else None,
         attention=Attention(heads.strategy, heads.waste, heads.other_waste) if heads else None,
@@ -105,6 +115,7 @@ def plan_model(
         replicas=placement.replicas,
         requests=MAX_RUNNING,
         context=card.context_length,
+        window=plan.window,
     )
     states = num_states(cache.tokens) if with_states else 0
     return dataclasses.replace(plan, cached_tokens=cache.tokens, cache_reason=cache.reason, states=states)
@@ -137,6 +148,7 @@ def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int)
                 topology.node(node).memory_free,
                 weights=round(held.weights),
                 cache_per_token=held.cache_per_token,
+                window_per_token=held.window_per_token,
                 state=held.state,
                 media=round(held.media),
                 speech=round(held.speech),

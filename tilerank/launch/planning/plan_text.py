@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from tilerank.parallel.shard import Span
-from tilerank.runtime.protocol.sizes import MIN_STATES, TOKENS_PER_STATE
+from tilerank.runtime.protocol.sizes import MIN_STATES, PREFILL_CHUNK, TOKENS_PER_STATE, WINDOW_MARGIN
 
 from ..host.cpulist import format_cpulist
 from ..text import count, percent, size, table, token_count
@@ -16,8 +16,30 @@ _STRATEGIES = {
     "pad": "heads are padded with zero heads, so that all ranks have equal shapes",
     "split": "query heads are split unevenly, and a KV head on a border is held by both neighbours",
 }
-_RANK = ("placement", "weights", "cache_per_token", "state", "encoder", "media", "speaker", "speech")
-_NODE = ("node", "ranks", "weights", "media", "speech", "cache_per_token", "state", "overhead", "total", "free")
+_RANK = (
+    "placement",
+    "weights",
+    "cache_per_token",
+    "window_per_token",
+    "state",
+    "encoder",
+    "media",
+    "speaker",
+    "speech",
+)
+_NODE = (
+    "node",
+    "ranks",
+    "weights",
+    "media",
+    "speech",
+    "cache_per_token",
+    "window_per_token",
+    "state",
+    "overhead",
+    "total",
+    "free",
+)
 """The fields of a rank and of a node in JSON, in this order."""
 
 
@@ -105,7 +127,7 @@ def _places(plan: Plan) -> list[str]:
                 f"rank {where.rank}",
                 size(rank.weights),
                 size(rank.cache_per_token),
-                *_if(plan.cached_tokens, size(rank.cache_per_token * plan.cached_tokens)),
+                *_if(plan.cached_tokens, size(rank.kv_bytes(plan.cached_tokens, plan.window))),
                 *_states(plan, size(rank.state * plan.states)),
                 f"node {format_cpulist(where.mem_nodes)}" if where.mem_nodes else "any node",
                 f"{where.reason}: CPUs {format_cpulist(where.cores)}" if where.cores else where.reason,
@@ -122,10 +144,10 @@ def _memory(plan: Plan) -> list[str]:
                 f"node {node.node}",
                 format_cpulist(node.ranks),
                 size(node.weights),
-                *_if(plan.cached_tokens, size(node.cache_per_token * plan.cached_tokens)),
+                *_if(plan.cached_tokens, size(node.kv_bytes(plan.cached_tokens, plan.window))),
                 *_states(plan, size(node.state * plan.states)),
                 size(node.free),
-                percent(node.need(plan.cached_tokens, plan.states) / node.free) if node.free else "full",
+                percent(node.need(plan.cached_tokens, plan.window) / node.free) if node.free else "full",
             ]
         )
     return table(rows)
@@ -136,10 +158,34 @@ def _verdict(plan: Plan) -> list[str]:
     if refusal is not None:
         return [f"Does not fit: {refusal}."]
     fits = f"Fits: {size(plan.need)} of {size(plan.available)}, processes included."
-    full = [node.node for node in plan.nodes if node.need(plan.cached_tokens, plan.states) > node.free]
+    full = [node.node for node in plan.nodes if node.need(plan.cached_tokens, plan.window) > node.free]
     if full:
         return [fits, _overflow_note(full), *_media(plan), *_speech(plan)]
-    return [fits, f"{cache_text(plan)}.", *_states(plan, f"{states_text(plan)}."), *_media(plan), *_speech(plan)]
+    return [
+        fits,
+        f"{cache_text(plan)}.",
+        *_windows(plan, f"{windows_text(plan)}."),
+        *_states(plan, f"{states_text(plan)}."),
+        *_media(plan),
+        *_speech(plan),
+    ]
+
+
+def windows_text(plan: Plan) -> str:
+    """Return how many tokens layers with a window have room for on this host, and how many requests fit."""
+    tokens, context = plan.window_tokens, plan.context_length
+    nbytes = plan.memory.window_per_token * tokens
+    held = min(plan.window + WINDOW_MARGIN, context)
+    chunk = min(PREFILL_CHUNK, context - held)
+    requests = min(plan.cached_tokens // context, (tokens - chunk) // held)
+    return (
+        f"Layers with a window of {plan.window:,} tokens have room for {token_count(tokens)}, {size(nbytes)} of this; "
+        f"{count(requests, 'request')} of {context:,} tokens can run at a time"
+    )
+
+
+def _windows(plan: Plan, text: str) -> tuple[str, ...]:
+    return _if(plan.window_tokens, text)
 
 
 def _media(plan: Plan) -> list[str]:
@@ -180,7 +226,8 @@ def _states(plan: Plan, cell: str) -> tuple[str, ...]:
 
 
 def _cache(plan: Plan) -> str:
-    return f"KV cache of {token_count(plan.cached_tokens)}, {size(plan.memory.cache_per_token * plan.cached_tokens)}"
+    nbytes = plan.memory.kv_bytes(plan.cached_tokens, plan.window)
+    return f"KV cache of {token_count(plan.cached_tokens)}, {size(nbytes)}"
 
 
 def _if(condition: object, *cells: str) -> tuple[str, ...]:
@@ -196,7 +243,15 @@ def render_replicas(replicas: ReplicaPlans) -> str:
         reason = "" if plan.cache_reason is None else f": {plan.cache_reason}"
         states = _states(plan, f"{states_text(plan)}.")
         sections.append(
-            [f"Replica {number}:", *_places(plan), f"{_cache(plan)}{reason}.", *states, *_media(plan), *_speech(plan)]
+            [
+                f"Replica {number}:",
+                *_places(plan),
+                f"{_cache(plan)}{reason}.",
+                *_windows(plan, f"{windows_text(plan)}."),
+                *states,
+                *_media(plan),
+                *_speech(plan),
+            ]
         )
     sections += [_shared_memory(replicas), _shared_verdict(replicas)]
     return "\n\n".join("\n".join(lines) for lines in sections)
@@ -212,7 +267,7 @@ def _shared_memory(replicas: ReplicaPlans) -> list[str]:
                 f"node {node.node}",
                 format_cpulist([number for number, part, _ in parts if part.ranks]),
                 size(sum(part.weights for _, part, _ in parts)),
-                size(sum(part.cache_per_token * plan.cached_tokens for _, part, plan in parts)),
+                size(sum(part.kv_bytes(plan.cached_tokens, plan.window) for _, part, plan in parts)),
                 *_states(first, size(sum(part.state * plan.states for _, part, plan in parts))),
                 size(node.free),
                 percent(replicas.node_need(index) / node.free) if node.free else "full",
@@ -237,8 +292,11 @@ def _overflow_note(full: list[int]) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan and the totals derived from it, ready for JSON."""
-    memory = {name: getattr(plan.memory, name) for name in ("weights", "media", "speech", "cache_per_token", "state")}
-    totals = {name: getattr(plan, name) for name in ("need", "available", "token_room", "bits_per_weight")}
+    kinds = ("weights", "media", "speech", "cache_per_token", "window_per_token", "state")
+    memory = {name: getattr(plan.memory, name) for name in kinds}
+    totals = {
+        name: getattr(plan, name) for name in ("need", "available", "token_room", "bits_per_weight", "window_tokens")
+    }
     shares = {
         "ranks": [{name: share[name] for name in _RANK} for share in map(dataclasses.asdict, plan.ranks)],
         "nodes": [{name: share[name] for name in _NODE} for share in map(dataclasses.asdict, plan.nodes)],

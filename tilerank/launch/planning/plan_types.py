@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from tilerank.parallel.shard import Span
-from tilerank.runtime.protocol.sizes import most_tokens
+from tilerank.runtime.protocol.sizes import most_tokens, num_states, num_window_tokens
 
 from ..host.placement import RankPlacement
 from ..text import count, size
@@ -51,6 +51,9 @@ class MemoryUse:
 
     weights: float = 0
     cache_per_token: float = 0
+    """In layers without a window."""
+    window_per_token: float = 0
+    """In layers with a window; 0 for models without."""
     state: float = 0
     """One state of a sequence; 0 for models without."""
     media: float = 0
@@ -71,13 +74,27 @@ class MemoryUse:
         """Bytes that do not depend on the size of the KV cache, those of processes aside."""
         return self.weights + self.media + self.speech
 
-    def need(self, tokens: int, states: int) -> float:
-        """Return the bytes of a cache of so many tokens and states, and all else."""
-        return self.fixed + self.cache_per_token * tokens + self.state * states + self.overhead
+    @property
+    def caches(self) -> bool:
+        """Whether more cached tokens take more bytes."""
+        return self.cache_per_token + self.window_per_token > 0
 
-    def tokens(self, nbytes: float) -> int:
-        """Return how many cached tokens, with their states, fit into `nbytes`; 0 or less if none do."""
-        return most_tokens(nbytes, self.cache_per_token, self.state)
+    def kv_bytes(self, tokens: int, window: int) -> float:
+        """Return the bytes of the keys and values of a cache of so many tokens. window: as in Plan."""
+        return self.cache_per_token * tokens + self.window_per_token * num_window_tokens(tokens, window)
+
+    def cache_bytes(self, tokens: int, window: int) -> float:
+        """Return the bytes of a cache of so many tokens, with its states."""
+        states = self.state * num_states(tokens) if self.state else 0
+        return self.kv_bytes(tokens, window) + states
+
+    def need(self, tokens: int, window: int) -> float:
+        """Return the bytes of a cache of so many tokens, and all else."""
+        return self.fixed + self.cache_bytes(tokens, window) + self.overhead
+
+    def tokens(self, nbytes: float, window: int) -> int:
+        """Return how many cached tokens fit into `nbytes`, with all that belongs to them."""
+        return most_tokens(nbytes, lambda tokens: self.cache_bytes(tokens, window))
 
 
 _KINDS = tuple(field.name for field in fields(MemoryUse))
@@ -115,7 +132,8 @@ class Plan:
 
     expected_tokens: cached tokens that a step reads, for the cost rule of heads. cached_tokens: size of the KV cache.
     cache_reason: the limit that this size follows from; None if the command line gave the size. states: how many states
-    of sequences there is room for, 0 for models without.
+    of sequences there is room for, 0 for models without. window: that of the layers that have one, 0 if none has.
+    context_length: the longest sequence.
     """
 
     model: str
@@ -131,6 +149,8 @@ class Plan:
     cached_tokens: int
     cache_reason: str | None
     states: int
+    window: int
+    context_length: int
     dimensions: tuple[Dimension, ...]
     splits_contexts: bool | None
     """Whether every rank reads a part of a context for the heads of all; None where ranks cannot."""
@@ -161,7 +181,12 @@ class Plan:
     @property
     def need(self) -> float:
         """Bytes that all ranks of this host need together."""
-        return self.memory.need(self.cached_tokens, self.states)
+        return self.memory.need(self.cached_tokens, self.window)
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens that layers with a window have room for."""
+        return num_window_tokens(self.cached_tokens, self.window)
 
     @property
     def free(self) -> int:
@@ -175,9 +200,10 @@ class Plan:
     @property
     def token_room(self) -> int:
         """Cached tokens that fit beside the weights on every node and within the control group, with their states."""
-        rooms = [node.tokens(node.free - node.fixed - node.overhead) for node in self.nodes if node.cache_per_token]
-        if self.group_available is not None and self.memory.cache_per_token:
-            rooms.append(self.memory.tokens(self.group_available - self.memory.fixed - self.memory.overhead))
+        shares: list[tuple[MemoryUse, int]] = [(node, node.free) for node in self.nodes if node.caches]
+        if self.group_available is not None and self.memory.caches:
+            shares.append((self.memory, self.group_available))
+        rooms = [held.tokens(free - held.fixed - held.overhead, self.window) for held, free in shares]
         return max(0, min(rooms, default=0))
 
     def refusal(self) -> str | None:
@@ -191,7 +217,8 @@ class Plan:
                 f"held against the host's memory as a whole{remedy}"
             )
         memory = self.memory
-        cache = f"{size(memory.cache_per_token * self.cached_tokens)} of KV cache for {self.cached_tokens:,} tokens, "
+        kv_bytes = memory.kv_bytes(self.cached_tokens, self.window)
+        cache = f"{size(kv_bytes)} of KV cache for {self.cached_tokens:,} tokens, "
         return (
             f"{self.model}: not enough memory for {count(len(self.ranks), 'rank')}: "
             f"{size(memory.weights)} of {self.form} weights, "
@@ -226,7 +253,7 @@ class ReplicaPlans:
 
     def node_need(self, index: int) -> float:
         """Bytes that all replicas put on node number `index` of `nodes`."""
-        return sum(plan.nodes[index].need(plan.cached_tokens, plan.states) for plan in self.plans)
+        return sum(plan.nodes[index].need(plan.cached_tokens, plan.window) for plan in self.plans)
 
     def refusal(self) -> str | None:
         """Return why this cannot be loaded, in one sentence; None if it can."""

@@ -48,7 +48,7 @@ def _other_sizes(plan: Plan, card: ModelCard, options: ModelOptions, planner: Pl
 
     if options.cached_tokens is not None:
         memory = plan.memory
-        room = memory.tokens(plan.available - memory.fixed - memory.overhead) // PAGE_TOKENS * PAGE_TOKENS
+        room = memory.tokens(plan.available - memory.fixed - memory.overhead, plan.window) // PAGE_TOKENS * PAGE_TOKENS
         if room > 0:
             yield f"--max-total-tokens {room}", planner(card, replace(options, cached_tokens=room))
     most = int(max(rank.media for rank in plan.ranks))

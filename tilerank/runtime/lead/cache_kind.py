@@ -1,4 +1,5 @@
-"""The interface of every kind of cache: pages, states, sources and encodings, which rank 0 gives to sequences.
+"""The interface of every kind of cache: pages, pages of windows, states, sources and encodings, which rank 0 gives to
+sequences.
 
 The ranks hold the caches. Rank 0 alone decides what a sequence has of each, and the messages of a step say so. The
 schedulers loop over the kinds of their model and name none.
@@ -86,8 +87,8 @@ class CacheKind(Generic[S]):
         """Return how many of these pages, which begin with the tokens of a sequence, it can share."""
         return len(pages)
 
-    def filled(self, sequence: S, page: Hashable) -> None:
-        """`page` has become the last shared page of a sequence."""
+    def filled(self, sequence: S, pages: Sequence[Hashable], first: int) -> None:
+        """pages[first:] have become shared pages of a sequence, whose tokens begin with all `pages`."""
 
     def drop(self, page: Hashable) -> None:
         """Drop what belongs to `page`, which is dropped."""

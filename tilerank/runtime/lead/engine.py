@@ -18,7 +18,7 @@ from ..protocol.events import EndedEvent, Event, FailedEvent, ScoredEvent, Sound
 from ..protocol.params import Start
 from ..protocol.prompt import MM_CACHE_BYTES, Prompt
 from ..protocol.rank_messages import Count, Step
-from ..protocol.sizes import MAX_RUNNING
+from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK
 from ..protocol.speech_settings import read_speech_settings
 from ..rank.counters import RankCounters
 from ..rank.worker import Worker
@@ -37,9 +37,7 @@ from .sequence import Scheduled, Sequence, next_chunk
 from .sources import SourcePool
 from .speech_scheduler import SpeechScheduler
 from .states import StatePool
-
-PREFILL_CHUNK = 2048
-"""Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
+from .window_pages import WindowPages
 
 
 @dataclass(frozen=True)
@@ -345,13 +343,15 @@ class Engine:
 
 
 def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]]:
-    """Return the kinds of cache of a model, in the order in which they are asked at admission: states and sources
-    before the pages, which depend on the states, and these before the encodings of what they do not hold."""
-    states = [StatePool(worker.states)] if worker.states else []
+    """Return the kinds of cache of a model, in the order in which they are asked at admission: states, pages of windows
+    and sources before the pages, which depend on the first two, and these before the encodings of what they do not
+    hold."""
+    beside: list[CacheKind[Sequence]] = [StatePool(worker.states)] if worker.states else []
+    beside += [WindowPages(worker.window_pages, worker.window)] if worker.window else []
     # The worker keeps the keys and values of cross-attention in the other half.
     encodings = EncoderCache(mm_cache_bytes // 2 if worker.source_pages else mm_cache_bytes)
     sources = [SourcePool(worker.source_pages, encodings)] if worker.source_pages else []
-    return [*states, *sources, PagePool(worker.pages, states), encodings]
+    return [*beside, *sources, PagePool(worker.pages, beside), encodings]
 
 
 def _start(sequence: Sequence) -> Start | None:

@@ -33,6 +33,7 @@ class LruPool(Generic[E]):
         """The size of all entries."""
         self._entries: dict[Hashable, E] = {}
         self._idle: OrderedDict[Hashable, E] = OrderedDict()  # without users, in order of eviction
+        self._idle_size = 0
         self._on_evict = on_evict
 
     def __contains__(self, key: Hashable) -> bool:
@@ -53,7 +54,7 @@ class LruPool(Generic[E]):
     @property
     def pinned(self) -> int:
         """The size of the entries that have users."""
-        return self.used - total_size(self._idle.values())
+        return self.used - self._idle_size
 
     def pin(self, wanted: Sequence[E]) -> list[E] | None:
         """Pin all of `wanted`: for each the entry of this key, or itself if there is none. None if they do not fit
@@ -67,7 +68,7 @@ class LruPool(Generic[E]):
         pinned = [self._entries[entry.key] for entry in wanted]
         for entry in pinned:
             entry.users += 1
-            self._idle.pop(entry.key, None)
+            self._end_idle(entry)
         return pinned
 
     def unpin(self, entry: E) -> None:
@@ -76,7 +77,7 @@ class LruPool(Generic[E]):
         if entry.users:
             return
         if entry.ready:
-            self._idle[entry.key] = entry
+            self._begin_idle(entry)
         else:
             self.remove(entry)
 
@@ -85,17 +86,35 @@ class LruPool(Generic[E]):
         if not self._make_room(entry.size):
             return False
         self._add(entry)
-        self._idle[entry.key] = entry
+        self._begin_idle(entry)
         return True
 
     def touch(self, key: Hashable) -> None:
         """Let the idle entry of this key be the most recently used one."""
         self._idle.move_to_end(key)
 
-    def remove(self, entry: E) -> None:
+    def expire(self, key: Hashable) -> None:
+        """Let the idle entry of this key be the next one to be evicted."""
+        self._idle.move_to_end(key, last=False)
+
+    def rename(self, entry: E, key: Hashable) -> None:
+        """Give an entry that has users another key, which no other entry has."""
         del self._entries[entry.key]
-        self._idle.pop(entry.key, None)
+        entry.key = key
+        self._entries[key] = entry
+
+    def remove(self, entry: E) -> None:
+        self._end_idle(entry)
+        del self._entries[entry.key]
         self.used -= entry.size
+
+    def _begin_idle(self, entry: E) -> None:
+        self._idle[entry.key] = entry
+        self._idle_size += entry.size
+
+    def _end_idle(self, entry: E) -> None:
+        if self._idle.pop(entry.key, None) is not None:
+            self._idle_size -= entry.size
 
     def _add(self, entry: E) -> None:
         self._entries[entry.key] = entry
@@ -104,12 +123,11 @@ class LruPool(Generic[E]):
     def _make_room(self, size: int, spared: Collection[Hashable] = ()) -> bool:
         """Evict entries other than `spared` until there is room for `size`. Returns False, and evicts none, if that is
         not enough."""
-        evictable = [entry for key, entry in self._idle.items() if key not in spared]
-        if self.used + size > self.capacity + total_size(evictable):
+        evictable = self._idle_size - total_size(self._idle[key] for key in spared if key in self._idle)
+        if self.used + size > self.capacity + evictable:
             return False
-        for entry in evictable:
-            if self.used + size <= self.capacity:
-                break
+        while self.used + size > self.capacity:
+            entry = next(entry for key, entry in self._idle.items() if key not in spared)
             self.remove(entry)
             self._on_evict(entry)
         return True

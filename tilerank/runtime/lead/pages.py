@@ -101,8 +101,11 @@ class PagePool(CacheKind[PagedSequence]):
         The last token is never covered, because its logits have to be computed.
         """
         shared = self.prefix(sequence.reusable_keys[:-1])
-        for kind in self._beside:
-            del shared[kind.shared(sequence, shared) :]
+        before = -1
+        while len(shared) != before:  # until all of the other kinds can share them
+            before = len(shared)
+            for kind in self._beside:
+                del shared[kind.shared(sequence, shared) :]
         for page in shared:
             if not page.users:
                 del self._idle[page]
@@ -147,9 +150,10 @@ class PagePool(CacheKind[PagedSequence]):
     def publish(self, sequence: PagedSequence) -> None:
         """Put the pages that the computed tokens fill into the tree."""
         table = self.tables[sequence]
-        if sequence.cached // PAGE_TOKENS == len(table.shared):
+        first = len(table.shared)
+        if sequence.cached // PAGE_TOKENS == first:
             return
-        for page_keys in _pages(sequence.keys[: sequence.cached], len(table.shared)):
+        for page_keys in _pages(sequence.keys[: sequence.cached], first):
             parent = table.shared[-1] if table.shared else self._root
             number = table.numbers[len(table.shared)]
             page = parent.children.get(page_keys)
@@ -163,7 +167,7 @@ class PagePool(CacheKind[PagedSequence]):
             page.users += 1
             table.shared.append(page)
         for kind in self._beside:
-            kind.filled(sequence, table.shared[-1])
+            kind.filled(sequence, table.shared, first)
 
     def will_share(self, running: PagedSequence, waiting: PagedSequence) -> bool:
         end = (len(self.tables[running].shared) + 1) * PAGE_TOKENS

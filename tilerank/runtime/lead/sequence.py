@@ -9,6 +9,10 @@ from .logits_rules import Bits, TextRules
 from .sampling import SamplingParams
 from .talker_prompt import TalkerPrompt
 
+OPENING_TOKENS = 8
+"""As many of the last tokens of a prompt may open the answer of a chat, such as "<think>". The prompt of the next turn
+does not repeat them."""
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -106,6 +110,14 @@ class Sequence:
 
 Scheduled = list[tuple[Sequence, Chunk]]
 """The sequences of a step, and the chunk of each."""
+
+
+def common_tokens(one: Sequence, other: Sequence, block: int, limit: int) -> int:
+    """Return with how many equal tokens two sequences begin, at most `limit`, in whole blocks of `block` tokens."""
+    parts, end = 0, limit // block * block
+    while parts < end and one.keys[parts : parts + block] == other.keys[parts : parts + block]:
+        parts += block
+    return parts
 
 
 def next_chunk(sequence: Sequence, rows: int) -> Chunk:

@@ -22,11 +22,7 @@ from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import Step
 from .cache_kind import CacheKind
 from .lru_pool import NumberedEntry, NumberedPool
-from .sequence import Scheduled, Sequence
-
-SNAPSHOT_MARGIN = 8
-"""A prompt's snapshot leaves out at least so many of its last tokens. Those that open the answer of a chat, such as
-"<think>", are not repeated by the prompt of the next turn."""
+from .sequence import OPENING_TOKENS, Scheduled, Sequence, common_tokens
 
 
 @dataclass(eq=False)
@@ -79,7 +75,8 @@ class StatePool(CacheKind[Sequence]):
         states = self._states[sequence]
         known = min(len(pages), max(len(sequence.reusable_keys) - 2, 0) // PAGE_TOKENS)
         count = next((count for count in range(known, 0, -1) if pages[count - 1] in self.pool), 0)
-        states.known, states.page = known * PAGE_TOKENS, pages[count - 1] if count else None
+        states.known = max(states.known, known * PAGE_TOKENS)
+        states.page = pages[count - 1] if count else None
         return count
 
     def commit(self, sequence: Sequence) -> None:
@@ -93,7 +90,7 @@ class StatePool(CacheKind[Sequence]):
         (slot,) = states.slot.numbers
         if source is not None and source != slot:  # the snapshot itself may have been the only one to drop
             self.copies.append((source, slot))
-        ends = {full_blocks(states.known), full_blocks(sequence.prompt_len - SNAPSHOT_MARGIN)}
+        ends = {full_blocks(states.known), full_blocks(sequence.prompt_len - OPENING_TOKENS)}
         sequence.snapshots_at = {at for at in sequence.snapshots_at | ends if at > sequence.cached}
 
     def release(self, sequence: Sequence, *, share: bool = True) -> None:
@@ -121,12 +118,7 @@ class StatePool(CacheKind[Sequence]):
     def will_share(self, running: Sequence, waiting: Sequence) -> bool:
         """Plan a snapshot where the tokens of the two sequences part: of the running one, or of the waiting one if the
         other is past this place. Returns whether the running one will take a snapshot that the other can continue."""
-        parts, end = 0, full_blocks(min(running.length, waiting.length) - 2)
-        while parts < end:
-            block = slice(parts, parts + BLOCK_TOKENS)
-            if running.keys[block] != waiting.keys[block]:
-                break
-            parts += BLOCK_TOKENS
+        parts = common_tokens(running, waiting, BLOCK_TOKENS, min(running.length, waiting.length) - 2)
         if parts > running.cached:
             running.snapshots_at.add(parts)
         is_about_to = any(at <= parts for at in running.snapshots_at)
@@ -134,9 +126,9 @@ class StatePool(CacheKind[Sequence]):
             waiting.snapshots_at.add(parts)
         return is_about_to
 
-    def filled(self, sequence: Sequence, page: Hashable) -> None:
+    def filled(self, sequence: Sequence, pages: abc.Sequence[Hashable], first: int) -> None:
         """Take the snapshot that is planned where the cached tokens end, or that of the generated tokens."""
-        states = self._states[sequence]
+        states, page = self._states[sequence], pages[-1]
         if sequence.cached in sequence.snapshots_at:
             sequence.snapshots_at.remove(sequence.cached)
             self._take_snapshot(sequence, page)

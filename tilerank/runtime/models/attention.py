@@ -91,7 +91,8 @@ class SelfAttention(Mixer[KVPages]):
             ops.norm_rotary_(q, k, q_weight, k_weight, q_norm.eps, rope, zero_centered=centered)
         else:
             ops.rotary_(q, k, rope)
-        store_kv(k, v, cache, batch.slots)
+        tables = batch.tables(self.window)
+        store_kv(k, v, cache, tables.slots)
         starts = batch.query_starts
         if only is not None:
             queries, starts = split_heads(only.take(join_heads(queries)), 0, *queries.shape[1:]), only.starts
@@ -99,7 +100,7 @@ class SelfAttention(Mixer[KVPages]):
         heads = attention(
             q,
             cache,
-            batch.page_tables,
+            tables.page_tables,
             batch.seq_lens,
             starts,
             self.qkv.kv_map,

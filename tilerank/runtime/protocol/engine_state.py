@@ -15,6 +15,9 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     source_pages, source_pages_used: pages for keys and values of encodings, 0 for models without cross-attention, and
     how many of them running requests use.
 
+    window_pages, window_pages_used: pages of layers with a window, 0 for models without, and how many of them running
+    requests have reserved.
+
     speaking: requests that speak or wait for it. speech_frames, speech_samples: totals since the start. talker_pages,
     talker_pages_used: pages of the talker's cache, 0 for models that do not speak, and how many of them are in use.
     """
@@ -38,6 +41,8 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     speech_samples: int = 0
     talker_pages: int = 0
     talker_pages_used: int = 0
+    window_pages: int = 0
+    window_pages_used: int = 0
 
     def __add__(self, other: "EngineState") -> "EngineState":
         """Return the state of two engines taken as one: sums, and the shorter context length."""

@@ -28,7 +28,7 @@ from tilerank.parallel.sharding import Sharding
 from ..protocol import rank_messages
 from ..protocol.errors import EngineError
 from ..protocol.rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
-from ..protocol.sizes import MAX_RUNNING, num_states
+from ..protocol.sizes import MAX_RUNNING, num_states, num_window_tokens
 from ..protocol.speech_messages import SpeechStep
 from ..step.batch import BatchFiller, BatchLimits, RankSequence
 from ..step.bytes_per_step import bytes_per_step
@@ -38,10 +38,12 @@ from ..step.cache import (
     bytes_per_source_page,
     bytes_per_state,
     bytes_per_token,
+    bytes_per_window_token,
     expected_tokens,
     has_sources,
     has_states,
     num_pages,
+    window_of,
 )
 from ..step.model import Encoder
 from ..step.rank_encodings import RankEncodings
@@ -93,12 +95,23 @@ class Worker:
         """Slots for states of sequences; 0 for models without states."""
         self.source_pages = self._source_pages(config.source_bytes)
         """Pages for keys and values of encodings; 0 for models without cross-attention."""
+        self.window = min(window_of(specs), self.card.context_length)
+        """The window of the layers that have one; 0 if none has."""
+        self.window_pages = num_pages(num_window_tokens(self.max_total_tokens, self.window))
+        """Pages of layers with a window that sequences may have."""
         # The page after the last is the spare one of padding rows.
-        self._caches = allocate(specs, (self.pages + 1) * PAGE_TOKENS, self.states, self.source_pages * PAGE_TOKENS)
+        self._caches = allocate(
+            specs,
+            (self.pages + 1) * PAGE_TOKENS,
+            self.states,
+            self.source_pages * PAGE_TOKENS,
+            (self.window_pages + 1) * PAGE_TOKENS,
+        )
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         step_bytes = bytes_per_step(self._model)
         longest = num_pages(min(self.max_total_tokens, self.card.context_length))
-        limits = BatchLimits(MAX_RUNNING, longest, self.pages, self.source_pages)
+        spare_window_page = self.window_pages if self.window else None
+        limits = BatchLimits(MAX_RUNNING, longest, self.pages, self.source_pages, spare_window_page)
         self._filler = BatchFiller(self._model.batch_content(), limits)
         self._graphs = None if config.eager else self._step_graphs()
         self._counter = StepCounter(step_bytes)
@@ -164,7 +177,9 @@ class Worker:
         specs = self._model.cache_specs()
         sources = bytes_per_source_page(specs) * self.source_pages
         speech = self.speech.cache_bytes if self.speech else 0
-        return bytes_per_token(specs) * self.cache_tokens + bytes_per_state(specs) * self.states + sources + speech
+        windows = bytes_per_window_token(specs) * self.window_pages * PAGE_TOKENS
+        tokens = bytes_per_token(specs) * self.cache_tokens + windows
+        return tokens + bytes_per_state(specs) * self.states + sources + speech
 
     def follow(self) -> None:
         """Ranks above 0: compute the announced steps until rank 0 stops. Raises GroupError if a rank is lost."""
@@ -202,6 +217,8 @@ class Worker:
         self._encodings.forget(step.forgotten)
         for chunk in step.chunks:
             self._held.setdefault(chunk.sequence, RankSequence()).pages.extend(chunk.new_pages)
+        for number, index, pages in step.window_pages:
+            self._held[number].add_window_pages(index, pages)
         for seen in step.sources:
             if seen.pages:
                 self._held[seen.sequence].source.pages = seen.pages

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from ..protocol.rank_messages import Chunk, Step
 from .latent_forms import ContextPart, Expands, LatentForms, Runs, latent_forms
+from .page_tables import PageTables
 from .source_runs import RankSource, SourceFiller, SourceRuns
 
 TILE_ROWS = 16
@@ -24,10 +24,19 @@ TILE_ROWS = 16
 
 @dataclass
 class RankSequence:
-    """A sequence as a worker keeps it between steps. pages: its page table."""
+    """A sequence as a worker keeps it between steps.
+
+    pages: its page table. window_pages: that of layers with a window, whose entries before the window are out of date.
+    """
 
     pages: list[int] = field(default_factory=list)
     source: RankSource = field(default_factory=RankSource)
+    window_pages: list[int] = field(default_factory=list)
+
+    def add_window_pages(self, index: int, pages: list[int]) -> None:
+        """Let the page table of layers with a window go on with `pages` at this index."""
+        self.window_pages.extend([0] * (index - len(self.window_pages)))
+        self.window_pages.extend(pages)
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,14 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class WindowTables:
+    """The slots and page tables of layers with a window, as in Batch. Entries before the window are out of date."""
+
+    slots: Tensor
+    page_tables: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """t tokens of s sequences, one sequence after the other.
 
@@ -91,6 +108,7 @@ class Batch:
     source: None if no row sees anything by cross-attention; recorded decode steps of models with cross-attention always
         have it.
     kept: None in recorded decode steps.
+    windows: None for models without layers with a window.
     """
 
     token_ids: Tensor
@@ -105,6 +123,14 @@ class Batch:
     latent_forms: LatentForms | None = None
     source: SourceRuns | None = None
     kept: Kept | None = None
+    windows: WindowTables | None = None
+
+    def tables(self, window: int) -> "Batch | WindowTables":
+        """Return what has the slots and page tables of layers with this window, 0 for those without."""
+        if not window:
+            return self
+        assert self.windows is not None
+        return self.windows
 
 
 def padded_size(sequences: int) -> int:
@@ -120,26 +146,23 @@ class _StepRows:
     def __init__(self, axes: int) -> None:
         self.token_ids: list[int] = []
         self.positions: list[list[int]] = [[] for _ in range(axes)]
-        self.slots: list[int] = []
         self.starts = [0]
         self.lengths: list[int] = []
 
-    def add(self, chunk: Chunk, pages: list[int]) -> None:
+    def add(self, chunk: Chunk) -> None:
         span = range(chunk.start, chunk.start + len(chunk.token_ids))
         self.token_ids += chunk.token_ids
         shifted = range(span.start + chunk.shift, span.stop + chunk.shift)
         for axis, positions in enumerate(self.positions):
             positions += chunk.positions[axis] if chunk.positions else shifted
-        self.slots += [pages[index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS for index in span]
         self.starts.append(len(self.token_ids))
         self.lengths.append(span.stop)
 
-    def add_padding(self, token_id: int, position: int, index: int, slot: int) -> None:
-        """A row of a sequence that has `index` tokens before it; its key and value are stored in `slot`."""
+    def add_padding(self, token_id: int, position: int, index: int) -> None:
+        """A row of a sequence that has `index` tokens before it."""
         self.token_ids.append(token_id)
         for positions in self.positions:
             positions.append(position)
-        self.slots.append(slot)
         self.lengths.append(index + 1)
 
 
@@ -171,12 +194,14 @@ class BatchLimits:
     sequences, pages: the largest decode batch, and the longest page table.
     spare_page: a page of the cache that belongs to no sequence; padding rows store their keys and values there.
     source_pages: of all sources together; 0 for models without cross-attention.
+    spare_window_page: as spare_page, of layers with a window; None for models without.
     """
 
     sequences: int
     pages: int
     spare_page: int
     source_pages: int = 0
+    spare_window_page: int | None = None
 
 
 class BatchFiller:
@@ -186,13 +211,14 @@ class BatchFiller:
         self._content, self._limits = content, limits
         rows = padded_size(limits.sequences)
         # Tensors over arrays: writing to an array takes a fraction of the time of writing to a tensor.
-        self._token_ids, self._slots = (array("q", bytes(8 * rows)) for _ in range(2))
+        self._token_ids = array("q", bytes(8 * rows))
         self._positions = array("q", bytes(8 * rows * content.position_axes))  # axis by axis
         self._rows = rows
         self._lengths, self._state_slots = (array("i", bytes(4 * rows)) for _ in range(2))
         self._part_starts, self._part_lengths = (array("i", bytes(4 * rows)) for _ in range(2))
-        self._page_tables = torch.full((rows, limits.pages), limits.spare_page, dtype=torch.int32)
-        self._table_of: list[tuple[int, int] | None] = [None] * rows  # the sequence in a row, and how many pages of it
+        self._pages = PageTables(rows, limits.pages, limits.spare_page)
+        spare = limits.spare_window_page
+        self._window_pages = None if spare is None else PageTables(rows, limits.pages, spare)
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32)
         self._sources = SourceFiller(rows, limits.source_pages) if limits.source_pages else None
         self._padded: dict[int, Batch] = {}
@@ -210,9 +236,9 @@ class BatchFiller:
         by the number that placeholder ranges name."""
         content, rows = self._content, _StepRows(self._content.position_axes)
         for chunk in step.chunks:
-            rows.add(chunk, held[chunk.sequence].pages)
-        tables = [held[chunk.sequence].pages for chunk in step.chunks]
-        width = max(map(len, tables))
+            rows.add(chunk)
+        tables, window_tables = _tables(step, held)
+        slots, page_tables = self._pages.fresh(step, tables)
         logit_rows = [
             row
             for chunk, stop in zip(step.chunks, rows.starts[1:], strict=True)
@@ -221,8 +247,8 @@ class BatchFiller:
         return Batch(
             token_ids=_int64(rows.token_ids),
             positions=torch.stack([_int64(positions) for positions in rows.positions]),
-            slots=_int64(rows.slots),
-            page_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+            slots=slots,
+            page_tables=page_tables,
             seq_lens=torch.tensor(rows.lengths, dtype=torch.int32),
             query_starts=torch.tensor(rows.starts, dtype=torch.int32),
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
@@ -233,38 +259,39 @@ class BatchFiller:
             else None,
             source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
             kept=_kept(step, rows.starts, content.kept_layer),
+            windows=WindowTables(*self._window_pages.fresh(step, window_tables)) if self._window_pages else None,
         )
 
     def padded(self, step: Step, held: Mapping[int, RankSequence]) -> Batch:
         """Fill the shared tensors with a decode step, padded to `padded_size` rows. The same size gives the same Batch,
         whose values the next call overwrites."""
         rows = _StepRows(self._content.position_axes)
-        for row, chunk in enumerate(step.chunks):
-            pages = held[chunk.sequence].pages
-            rows.add(chunk, pages)
-            self._set_table(row, chunk.sequence, pages)
+        for chunk in step.chunks:
+            rows.add(chunk)
         size = padded_size(len(step.chunks))
         # The copy of the shortest sequence reads least. Its hidden state is that of the row it repeats, bit for bit.
-        shortest = min(step.chunks, key=lambda chunk: chunk.start)
-        for row in range(len(step.chunks), size):
-            slot = self._limits.spare_page * PAGE_TOKENS + row % PAGE_TOKENS
+        copied = min(range(len(step.chunks)), key=lambda index: step.chunks[index].start)
+        shortest = step.chunks[copied]
+        for _ in range(len(step.chunks), size):
             if self._content.copy_padding:
-                self._set_table(row, shortest.sequence, held[shortest.sequence].pages)
-                rows.add_padding(shortest.token_ids[0], shortest.start + shortest.shift, shortest.start, slot)
+                rows.add_padding(shortest.token_ids[0], shortest.start + shortest.shift, shortest.start)
             else:
-                self._clear_table(row)
-                rows.add_padding(0, 0, 0, slot)
+                rows.add_padding(0, 0, 0)
+        tables, window_tables = _tables(step, held)
+        read = copied if self._content.copy_padding else None
+        self._pages.fill(step, tables, size, read)
+        if self._window_pages:
+            self._window_pages.fill(step, window_tables, size, read)
         self._token_ids[:size] = array("q", rows.token_ids)
         for axis, positions in enumerate(rows.positions):
             start = axis * self._rows
             self._positions[start : start + size] = array("q", positions)
-        self._slots[:size] = array("q", rows.slots)
         self._lengths[:size] = array("i", rows.lengths)
         if self._content.context_part:
             for row, length in enumerate(rows.lengths):
                 self._part_starts[row], self._part_lengths[row] = self._content.context_part.tokens(length)
         if self._content.has_states:
-            padding = [-1 - step.chunks.index(shortest)] * (size - len(step.chunks))
+            padding = [-1 - copied] * (size - len(step.chunks))
             self._state_slots[:size] = array("i", step.state_slots + padding)
         if self._sources:
             self._sources.fill(step, _sources(step, held), size)
@@ -274,35 +301,33 @@ class BatchFiller:
 
     def _shared(self, size: int) -> Batch:
         content = self._content
+        slots, page_tables = self._pages.filled(size)
         return Batch(
             token_ids=torch.frombuffer(self._token_ids, dtype=torch.int64)[:size],
             positions=torch.frombuffer(self._positions, dtype=torch.int64).view(content.position_axes, self._rows)[
                 :, :size
             ],
-            slots=torch.frombuffer(self._slots, dtype=torch.int64)[:size],
-            page_tables=self._page_tables[:size],
+            slots=slots,
+            page_tables=page_tables,
             seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
             query_starts=self._query_starts[: size + 1],
             state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if content.has_states else None,
             latent_forms=LatentForms((), self._split_runs(size), None) if content.context_part else None,
             source=self._sources.shared(size) if self._sources else None,
+            windows=WindowTables(*self._window_pages.filled(size)) if self._window_pages else None,
         )
 
     def _split_runs(self, size: int) -> Runs:
         starts, lengths = (
             torch.frombuffer(values, dtype=torch.int32)[:size] for values in (self._part_starts, self._part_lengths)
         )
-        return Runs(None, self._page_tables[:size], lengths, self._query_starts[: size + 1], starts)
+        return Runs(None, self._pages.filled(size)[1], lengths, self._query_starts[: size + 1], starts)
 
-    def _set_table(self, row: int, sequence: int, pages: list[int]) -> None:
-        if self._table_of[row] != (sequence, len(pages)):
-            self._page_tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            self._table_of[row] = sequence, len(pages)
 
-    def _clear_table(self, row: int) -> None:
-        if self._table_of[row] is not None:
-            self._page_tables[row, 0] = self._limits.spare_page
-            self._table_of[row] = None
+def _tables(step: Step, held: Mapping[int, RankSequence]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the page tables of all chunks, and those of layers with a window."""
+    sequences = [held[chunk.sequence] for chunk in step.chunks]
+    return [sequence.pages for sequence in sequences], [sequence.window_pages for sequence in sequences]
 
 
 def _sources(step: Step, held: Mapping[int, RankSequence]) -> dict[int, RankSource]:

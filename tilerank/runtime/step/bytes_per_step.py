@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilerank.parallel.cost import ExpertBytes
 
-from .cache import bytes_per_state, bytes_per_token
+from .cache import bytes_per_state, bytes_per_token, bytes_per_window_token, window_of
 from .model import Model
 
 
@@ -15,19 +15,23 @@ class BytesPerStep:
     """weights: what every step reads, which excludes the embedding table (a step reads a row of it for each token) and
     experts. experts: weights of experts, of which a step reads those that its tokens choose. cached: keys and values of
     one token in all layers, or this rank's share of reading them. state: the states of one sequence in all layers,
-    which a step reads and writes.
+    which a step reads and writes. windowed: keys and values of one token in layers with a window of `window` tokens,
+    which `cached` does not contain.
     """
 
     weights: int
     experts: tuple[ExpertBytes, ...]
     cached: int
     state: int = 0
+    windowed: int = 0
+    window: int = 0
 
     def decode(self, sequences: int, tokens: int) -> float:
         """Return the expected bytes of a step of `sequences` sequences that hold `tokens` tokens together, the new ones
         included."""
         experts = sum(part.chosen_by(sequences) for part in self.experts)
-        return self.weights + experts + self.cached * tokens + 2 * self.state * sequences
+        cached = self.cached * tokens + self.windowed * min(tokens, sequences * self.window)
+        return self.weights + experts + cached + 2 * self.state * sequences
 
 
 def bytes_per_step(model: Model) -> BytesPerStep:
@@ -35,4 +39,11 @@ def bytes_per_step(model: Model) -> BytesPerStep:
     cost = model.cost()
     specs = model.cache_specs()
     readers = model.context_part.ranks if model.context_part else 1
-    return BytesPerStep(cost.read, cost.experts, bytes_per_token(specs) // readers, bytes_per_state(specs))
+    return BytesPerStep(
+        cost.read,
+        cost.experts,
+        bytes_per_token(specs) // readers,
+        bytes_per_state(specs),
+        bytes_per_window_token(specs),
+        window_of(specs),
+    )

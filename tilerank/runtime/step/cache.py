@@ -1,4 +1,4 @@
-"""The caches of layers: four kinds as declarations, and their allocation.
+"""The caches of layers: their kinds as declarations, and their allocation.
 
 Each kind names the budget that it counts against and computes its bytes, so that a plan can add them up before anything
 is allocated.
@@ -15,6 +15,8 @@ from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.state_slots import StateSlots
 
+from ..protocol.errors import EngineError
+
 Cache = KVPages | LatentPages | StateSlots
 """The cache of one layer."""
 
@@ -23,6 +25,7 @@ class Budget(Enum):
     """The unit by which the size of a cache grows."""
 
     TOKENS = "cached tokens"
+    WINDOW_TOKENS = "cached tokens of layers with a window"
     SOURCE_TOKENS = "encoder tokens"
     STATES = "states"
 
@@ -39,7 +42,10 @@ class PagedKV:
     head_dim: int
     dtype: torch.dtype
     window: int = 0
-    budget: ClassVar = Budget.TOKENS
+
+    @property
+    def budget(self) -> Budget:
+        return Budget.WINDOW_TOKENS if self.window else Budget.TOKENS
 
     def nbytes(self, tokens: int) -> int:
         return num_pages(tokens) * KVPages.nbytes(1, self.kv_heads, self.head_dim, self.dtype)
@@ -119,8 +125,22 @@ def expected_tokens(context_length: int) -> int:
 
 
 def bytes_per_token(specs: Sequence[CacheSpec]) -> int:
-    """Return the bytes that one more token takes in all caches that grow with the tokens."""
+    """Return the bytes that one more token takes in all caches that grow with the tokens, which those of layers with a
+    window do not."""
     return sum(spec.nbytes(PAGE_TOKENS) for spec in specs if spec.budget is Budget.TOKENS) // PAGE_TOKENS
+
+
+def bytes_per_window_token(specs: Sequence[CacheSpec]) -> int:
+    """Return the bytes of one token in all layers with a window."""
+    return sum(spec.nbytes(PAGE_TOKENS) for spec in specs if spec.budget is Budget.WINDOW_TOKENS) // PAGE_TOKENS
+
+
+def window_of(specs: Sequence[CacheSpec]) -> int:
+    """Return the window of the layers that have one, 0 if none has. Raises EngineError for windows of several sizes."""
+    windows = sorted({spec.window for spec in specs if isinstance(spec, PagedKV) and spec.window})
+    if len(windows) > 1:
+        raise EngineError(f"layers with windows: expected one size, found {', '.join(map(str, windows))} tokens")
+    return windows[0] if windows else 0
 
 
 def has_states(specs: Sequence[CacheSpec]) -> bool:
@@ -148,8 +168,15 @@ def num_pages(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def allocate(specs: Sequence[CacheSpec], tokens: int, states: int = 0, source_tokens: int = 0) -> list[Cache]:
-    """Allocate the caches of all layers: pages for `tokens` tokens, pages for `source_tokens` tokens of encodings, and
-    `states` slots for states."""
-    sizes = {Budget.TOKENS: tokens, Budget.STATES: states, Budget.SOURCE_TOKENS: source_tokens}
+def allocate(
+    specs: Sequence[CacheSpec], tokens: int, states: int = 0, source_tokens: int = 0, window_tokens: int = 0
+) -> list[Cache]:
+    """Allocate the caches of all layers: pages for `tokens` tokens, or for `window_tokens` in layers with a window,
+    pages for `source_tokens` tokens of encodings, and `states` slots for states."""
+    sizes = {
+        Budget.TOKENS: tokens,
+        Budget.WINDOW_TOKENS: window_tokens,
+        Budget.STATES: states,
+        Budget.SOURCE_TOKENS: source_tokens,
+    }
     return [spec.allocate(sizes[spec.budget]) for spec in specs]

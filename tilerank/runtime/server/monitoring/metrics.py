@@ -178,6 +178,10 @@ class _EngineCollector(Collector):
             yield _gauge("state_slots", "Slots for states of sequences; a running request has one", state.state_slots)
             yield _gauge("state_slots_usage_perc", "Fraction of the slots that running requests use, 0 to 1", used)
             yield _gauge("state_snapshots", "Slots that keep the states of beginnings of prompts", state.snapshots)
+        if state.window_pages:
+            used = state.window_pages_used / state.window_pages
+            yield _gauge("window_pages", "Pages of layers with a window", state.window_pages)
+            yield _gauge("window_pages_usage_perc", "Fraction of these pages that running requests use, 0 to 1", used)
         if state.source_pages:
             used = state.source_pages_used / state.source_pages
             yield _gauge("source_pages", "Pages for keys and values of encoded pictures and videos", state.source_pages)

@@ -55,6 +55,8 @@ def status_json(
         "context_length": state.context_length,
         "cache_tokens": state.cache_tokens,
         "cache_used": state.cache_used,
+        "window_pages": state.window_pages,
+        "window_pages_used": state.window_pages_used,
         "source_pages": state.source_pages,
         "source_pages_used": state.source_pages_used,
         "speaking": state.speaking,
