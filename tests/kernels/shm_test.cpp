@@ -135,7 +135,7 @@ void norms(const Rank& self, int round) {
       for (int rank = 0; rank < self.segment.ranks; ++rank) total[i] += value(rank, i, round + 5 * time);
     }
     self.call("shm_add_rms_norm",
-              {matrix_of(x, rows, width), matrix_of(residual, rows, width), vector_of(weight, DType::f32)},
+              {matrix_of(x, rows, width), matrix_of(residual, rows, width), vector_of(weight, DType::f32), Tensor{}},
               {matrix_of(out, rows, width)}, {0, 0}, 1e-5);
     for (int64_t row = 0; row < rows; ++row) {
       double squares = 0;
@@ -166,8 +166,8 @@ void moves(const Rank& self, int round) {
   for (int rank = 0; rank < ranks; ++rank) starts.push_back(starts.back() + width - rank);
   std::vector<float> whole(static_cast<size_t>(rows * starts.back()));
   for (int64_t i = 0; i < rows * width; ++i) part[i] = value(self.rank, i, round);
-  self.call("shm_gather_columns",
-            {matrix_of(part, rows, width), vector_of(starts, DType::i64)}, {matrix_of(whole, rows, starts.back())});
+  self.call("shm_gather_columns", {matrix_of(part, rows, width), vector_of(starts, DType::i64)},
+            {matrix_of(whole, rows, starts.back())});
   for (int64_t row = 0; row < rows; ++row) {
     for (int rank = 0; rank < ranks; ++rank) {
       for (int64_t column = 0; column < width - rank; ++column) {

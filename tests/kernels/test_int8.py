@@ -139,6 +139,9 @@ def test_epilogue(rung: str, form: Int8, m: int) -> None:
     gate, up = sums.view(m, 3, 2, 32).unbind(2)
     found = linear(x, packed(plain, form), bias, activation="silu_mul", out_dtype=F32)
     assert torch.allclose(found, (functional.silu(gate) * up).flatten(1), atol=1e-5, rtol=1e-5)
+    found = linear(x, packed(plain, form), bias, activation="gelu_tanh_mul", out_dtype=F32)
+    exact = (functional.gelu(gate, approximate="tanh") * up).flatten(1)
+    assert torch.allclose(found, exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

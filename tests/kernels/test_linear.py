@@ -126,7 +126,9 @@ ACTIVATIONS: dict[Activation | None, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu_mul": lambda x: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],
+    "gelu_tanh_mul": lambda x: F.gelu(x[:, : x.shape[1] // 2], approximate="tanh") * x[:, x.shape[1] // 2 :],
 }
+GATED = ("silu_mul", "gelu_tanh_mul")
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
@@ -135,9 +137,9 @@ ACTIVATIONS: dict[Activation | None, Callable[[Tensor], Tensor]] = {
 def test_epilogue(rung: str, dtype: torch.dtype, activation: Activation | None, threads: int) -> None:
     """Bias and activation in fp32 with one rounding at the end, against float64, for few and many rows."""
     core.start_pool(None, threads, spin=False)
-    n, k = (192, 130) if activation == "silu_mul" else (117, 130)
+    n, k = (192, 130) if activation in GATED else (117, 130)
     plain, bias = randn(n, k) / 8, randn(n, seed=1)
-    gated = activation == "silu_mul"
+    gated = activation in GATED
     weight = packed(in_turn(*plain.chunk(2)) if gated else plain, dtype)
     packed_bias = in_turn(*bias.chunk(2)) if gated else bias
     for m in (1, 9, 16, 17, 50, 300) if rung != "reference" else (1, 3):
@@ -156,12 +158,12 @@ def test_epilogue(rung: str, dtype: torch.dtype, activation: Activation | None, 
     core.start_pool(None, 1, spin=False)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul"])
 def test_activations_everywhere(rung: str, activation: Activation) -> None:
     """From large negative through tiny to large positive values, infinities and NaN."""
     values = torch.cat([torch.linspace(-30, 30, 20001), torch.logspace(-30, 30, 61), -torch.logspace(-30, 30, 61)])
     values = torch.cat([values, torch.tensor([float("nan"), float("inf")])])[:, None]
-    gated = activation == "silu_mul"
+    gated = activation in GATED
     weight = FloatWeight.empty(64 if gated else 1, 1, F32)
     weight.write(torch.ones(1, 1))
     if gated:
@@ -184,25 +186,25 @@ def test_gates_beyond_the_range_of_their_exponential(rung: str, dtype: torch.dty
         torch.testing.assert_close(found, F.silu(x[:, 0].float()) * x[:, 1].float(), rtol=2e-6, atol=1e-36)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul"])
 def test_minus_infinity_is_no_number_or_zero(rung: str, activation: Activation) -> None:
     rows = torch.tensor([[-torch.inf, 1.0]])
     plain = torch.tensor([[1.0, 0.0]] * 32)
-    weight = packed(in_turn(plain, plain.flip(1)) if activation == "silu_mul" else plain, F32)
+    weight = packed(in_turn(plain, plain.flip(1)) if activation in GATED else plain, F32)
     found = linear(rows * torch.tensor([1.0, 3e38]), weight, activation=activation)
     assert ((found == 0) | found.isnan()).all()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_no_rows(rung: str, activation: Activation | None) -> None:
-    width = 32 if activation == "silu_mul" else 64
+    width = 32 if activation in GATED else 64
     assert linear(torch.empty(0, 3), packed(randn(64, 3), F32), activation=activation).shape == (0, width)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul"])
 @pytest.mark.parametrize("k", [70, 1088])
 def test_an_activated_row_has_the_same_bits_in_every_batch(rung: str, activation: Activation, k: int) -> None:
-    count, n = 150 if rung != "reference" else 10, 128 if activation == "silu_mul" else 117
+    count, n = 150 if rung != "reference" else 10, 128 if activation in GATED else 117
     x, weight, bias = randn(count, k).to(BF16), packed(randn(n, k, seed=1), BF16), randn(n, seed=2)
     for out_dtype in (BF16, F32):
         whole = linear(x, weight, bias, activation=activation, out_dtype=out_dtype)

@@ -57,11 +57,13 @@ def test_rms_norm_takes_any_leading_strides(dtype: torch.dtype, layout: str) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
     x, weight = randn(64, 896, dtype=dtype), randn(896, dtype=dtype, seed=1)
-    for module, zero_centered in ((LlamaRMSNorm(896, 1e-6), False), (Qwen3_5RMSNorm(896, 1e-6), True)):
+    zero_centred = (Qwen3_5RMSNorm(896, 1e-6), Gemma3RMSNorm(896, 1e-6))
+    for module, zero_centered in ((LlamaRMSNorm(896, 1e-6), False), *((each, True) for each in zero_centred)):
         module.weight.data = weight
         expected = module(x).detach()
         if dtype == torch.bfloat16:
@@ -81,6 +83,19 @@ def test_add_rms_norm_adds_in_place_then_norms(dtype: torch.dtype, zero_centered
     found = ops.add_rms_norm(x, residual, weight, 1e-6, zero_centered=zero_centered)
     assert torch.equal(residual, total)
     assert torch.equal(found, ops.rms_norm(total, weight, 1e-6, zero_centered=zero_centered))
+    post_weight = randn(d, dtype=dtype, seed=3)
+    total += ops.rms_norm(x, post_weight, 1e-6, zero_centered=zero_centered)
+    found = ops.add_rms_norm(x, residual, weight, 1e-6, post_weight=post_weight, zero_centered=zero_centered)
+    assert torch.equal(residual, total)
+    assert torch.equal(found, ops.rms_norm(total, weight, 1e-6, zero_centered=zero_centered))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scale_rounds_once(dtype: torch.dtype) -> None:
+    x = randn(5, 520, dtype=dtype)[:, :517]
+    scaled = (x.float() * 33.9375).to(dtype)
+    ops.scale_(x, 33.9375)
+    assert torch.equal(x, scaled)
 
 
 def table(positions: int, half: int, dtype: torch.dtype) -> Tensor:
@@ -210,10 +225,21 @@ def test_silu_mul_of_gates_beyond_the_range_of_their_exponential(rung: str, dtyp
         torch.testing.assert_close(found, exact, rtol=1e-2 if dtype is torch.bfloat16 else 2e-6, atol=1e-36)
 
 
-def test_silu_mul_rounds_as_transformers_does() -> None:
+def test_gated_activations_round_as_transformers_does() -> None:
     gate_up = randn(16, 2 * 500, dtype=torch.bfloat16)
     gate, up = gate_up.chunk(2, -1)
     assert_same_rounding(ops.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+    assert_same_rounding(ops.gelu_tanh_mul(gate_up), torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_tanh_mul_is_exact_to_rounding(rung: str, dtype: torch.dtype) -> None:
+    gate_up = (randn(3, 2 * 300 + 5) * 4).to(dtype)[:, :600]
+    gate, up = gate_up.double().chunk(2, -1)
+    exact = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    # As for tower_ops.gelu: small results are differences of large numbers.
+    bound = 8 * EPS32 * (gate * up).abs() + 2.02 * half_ulp(dtype) * exact.abs()
+    assert_within(ops.gelu_tanh_mul(gate_up), exact, bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -299,6 +325,7 @@ ROW_KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: ops.rms_norm(x, randn(x.shape[1], dtype=x.dtype, seed=9), 1e-6),
     "add_rms_norm": lambda x: ops.add_rms_norm(x, x * 2, randn(x.shape[1], dtype=x.dtype, seed=9), 1e-6),
     "silu_mul": ops.silu_mul,
+    "gelu_tanh_mul": ops.gelu_tanh_mul,
     "silu": ops.silu,
     "sum_parts": lambda x: ops.sum_parts(torch.stack([x, x * 3, x * 5])),
 }

@@ -116,8 +116,10 @@ def norms(group: Any) -> None:
             weight = contribution(7, width, dtype)
             residual = contribution(8, rows * width, dtype).view(rows, width)
             whole, plain = residual.clone(), residual.clone()
+            post_weight = contribution(9, width, dtype)
             for seed, zero_centered in enumerate((False, True, False)):
-                n, options = rows * width, {"zero_centered": zero_centered}
+                n = rows * width
+                options: Any = {"zero_centered": zero_centered, "post_weight": post_weight if zero_centered else None}
                 mine = contribution(group.rank, n, dtype, seed).view(rows, width)
                 mine = mine.repeat(1, 1 + seed)[:, :width]
                 found = group.add_rms_norm(mine, residual, weight, 1e-5, **options, whole=seed == 1)

@@ -148,7 +148,7 @@ def test_a_gate_of_another_name_and_a_factor_beside_the_layers_are_accepted(tmp_
     rope = {key: value for key, value in TEXT["rope_parameters"].items() if key != "partial_rotary_factor"}
     for text in ({"partial_rotary_factor": 0.25}, {}):
         write_config(tmp_path, nested({"output_gate_type": "swish", "rope_parameters": rope, **text}), {})
-        assert model(tmp_path).rope.nbytes() == 262144 * 64 * 2
+        assert [table.nbytes() for table in model(tmp_path).ropes] == [262144 * 64 * 2]
 
 
 def test_bytes_of_a_state(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The packed linear layer: any weight format, any sizes, fp32 sums and a fused epilogue."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from .reference import linear as reference
 from .weight import BLOCK_N, Weight
 from .weight_formats import LAYOUTS
 
-Activation = Literal["silu_mul", "gelu", "gelu_tanh"]
+GatedActivation = Literal["silu_mul", "gelu_tanh_mul"]
+Activation = GatedActivation | Literal["gelu", "gelu_tanh"]
 
-_ACTIVATIONS: dict[str | None, int] = {None: 0, "silu_mul": 1, "gelu": 2, "gelu_tanh": 3}
+_ACTIVATIONS: dict[str | None, int] = {None: 0, "silu_mul": 1, "gelu": 2, "gelu_tanh": 3, "gelu_tanh_mul": 4}
 """Numbers of the enum in csrc/linear/epilogue-inl.h."""
 
 _LINEAR = {
@@ -37,22 +38,26 @@ def linear(
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return activation(x[m, k] @ weight[n, k].T + bias[n]): [m, n], or [m, n / 2] with "silu_mul".
+    """Return activation(x[m, k] @ weight[n, k].T + bias[n]): [m, n], or [m, n / 2] with a gated activation.
 
     x: dtype `w.format.activations`, with contiguous rows; bias: float32 or bfloat16, contiguous; out_dtype: float32 or
     bfloat16, default x.dtype.
-    activation: "gelu" (with erf), "gelu_tanh" (its tanh approximation) or "silu_mul" = silu(gate) * up, where the
-    weight and the bias alternate between 32 rows of gate and 32 rows of up.
+    activation: "gelu" (with erf) or "gelu_tanh" (its tanh approximation); or gated, where the weight and the bias
+    alternate between 32 rows of gate and 32 rows of up: "silu_mul" = silu(gate) * up, or "gelu_tanh_mul".
     All arithmetic is fp32 and the result is rounded once. A row of the result depends only on the same row of x.
     Raises KernelError for an argument of another shape or dtype.
     """
     out_dtype = out_dtype or x.dtype
     check.dtype("linear", "out_dtype", out_dtype)
     if activation not in _ACTIVATIONS:
-        raise KernelError(f"linear: activation: expected silu_mul, gelu, gelu_tanh or None, found {activation!r}")
-    if activation == "silu_mul" and w.n % (2 * BLOCK_N):
-        raise KernelError(f"linear: silu_mul: expected a weight of blocks of 32 gate and 32 up rows, found {w.n} rows")
-    width = w.n // 2 if activation == "silu_mul" else w.n
+        known = ", ".join(name for name in _ACTIVATIONS if name)
+        raise KernelError(f"linear: activation: expected {known} or None, found {activation!r}")
+    is_gated = activation in get_args(GatedActivation)
+    if is_gated and w.n % (2 * BLOCK_N):
+        raise KernelError(
+            f"linear: {activation}: expected a weight of blocks of 32 gate and 32 up rows, found {w.n} rows"
+        )
+    width = w.n // 2 if is_gated else w.n
     contract = _LINEAR[w.format.layout, out_dtype]
     arguments = (x, w, bias, _ACTIVATIONS[activation], width)
     if core.isa() == "reference" or w.is_plain:

@@ -27,17 +27,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
 
 
 ADD_RMS_NORM = Contract(
-    "add_rms_norm: x[m, d]:f32|bf16 residual[m, d]:x weight[d]:x eps:float zero_centered:bool -> apart out[m, d]:x",
+    "add_rms_norm: x[m, d]:f32|bf16 residual[m, d]:x weight[d]:x eps:float post_weight[d]?:x zero_centered:bool "
+    "-> apart out[m, d]:x",
     reference.add_rms_norm,
 )
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    post_weight: Tensor | None = None,
+    zero_centered: bool = False,
+) -> Tensor:
     """Add x to residual in place, rounded to its dtype, and return rms_norm(residual).
 
-    x, residual: [m, d] of one dtype; weight: [d]. Returns [m, d] with contiguous rows (`core.empty_rows`).
+    With `post_weight` (Gemma), rms_norm(x) by that weight is added, rounded before. x, residual: [m, d] of one dtype;
+    weight, post_weight: [d]. Returns [m, d] with contiguous rows (`core.empty_rows`).
     """
-    return ADD_RMS_NORM(x, residual, weight, eps, zero_centered)
+    return ADD_RMS_NORM(x, residual, weight, eps, post_weight, zero_centered)
 
 
 _ROPE_ROWS = Contract(
@@ -111,10 +121,25 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up: [m, 2 * i], gate in the first i columns, up in the others. Returns [m, i]. silu is computed in fp32 and
     rounded to the activation dtype; the product is rounded again, as in transformers.
     """
-    _SILU_MUL.check(gate_up)
+    return _gated(_SILU_MUL, gate_up)
+
+
+_GELU_TANH_MUL = Contract("gelu_tanh_mul: gate_up[m, n]:f32|bf16 -> out[m, n // 2]:gate_up", reference.gelu_tanh_mul)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up of a gated MLP, with the tanh approximation of gelu.
+
+    The argument, the result and the roundings are those of `silu_mul`.
+    """
+    return _gated(_GELU_TANH_MUL, gate_up)
+
+
+def _gated(contract: Contract, gate_up: Tensor) -> Tensor:
+    contract.check(gate_up)
     if gate_up.shape[1] % 2:
-        raise KernelError(f"silu_mul: gate_up: expected an even number of columns, found {gate_up.shape[1]}")
-    return _SILU_MUL(gate_up)
+        raise KernelError(f"{contract.name}: gate_up: expected an even number of columns, found {gate_up.shape[1]}")
+    return contract(gate_up)
 
 
 _SILU = Contract("silu: x[..., d]:f32|bf16 -> out[..., d]:x", reference.silu)
@@ -163,6 +188,14 @@ _ADD_ROWS = Contract("add_rows_: x[t, d]:f32|bf16 rows[m]:i64 values[m, d]:x", r
 def add_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Add values to x[rows] in place, rounded to the dtype. The arguments are those of `put_rows_`."""
     _ADD_ROWS.run(x, rows, values)
+
+
+_SCALE = Contract("scale_: x[m, d]:f32|bf16 factor:float", reference.scale_)
+
+
+def scale_(x: Tensor, factor: float) -> None:
+    """Multiply x[m, d] by a number, in place, in fp32 and rounded to its dtype."""
+    _SCALE.run(x, factor)
 
 
 _ADD = Contract("add: x[..., d]:f32|bf16 y[..., d]:x -> out[..., d]:x", reference.add)

@@ -47,6 +47,7 @@ class Group(ABC):
         weight: Tensor,
         eps: float,
         *,
+        post_weight: Tensor | None = None,
         zero_centered: bool = False,
         whole: bool = False,
     ) -> Tensor:
@@ -56,7 +57,8 @@ class Group(ABC):
         become stale, unless the call asks for the `whole` residual. The next call with these shapes needs the same
         rows.
         """
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, zero_centered=zero_centered)
+        total = self.all_reduce(x)
+        return ops.add_rms_norm(total, residual, weight, eps, post_weight=post_weight, zero_centered=zero_centered)
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.linear import Activation, linear
+from tilerank.kernels.linear import Activation, GatedActivation, linear
 from tilerank.kernels.weight_formats import Float, Format
 
 from .parameters import GatedBias, GatedParameter, Layer, PackedParameter, PlainParameter
 from .shard import Cut, Span
 from .sharding import Sharding
+
+_GATED = {"silu_mul": ops.silu_mul, "gelu_tanh_mul": ops.gelu_tanh_mul}
+"""The gated activations where kernels run in plain torch."""
 
 
 class Linear(Layer):
@@ -150,8 +153,8 @@ class RowParallelLinear(Linear):
 class GateUpParallelLinear(Layer):
     """The gated half of an MLP in one kernel: silu(gate(x)) * up(x), x[..., hidden] -> [..., span.size].
 
-    `span` is this rank's part of the width, and so of the down projection's inputs; it may be empty. dimension: the
-    name of the width in plans.
+    `span` is this rank's part of the width, and so of the down projection's inputs; it may be empty. activation: in
+    place of silu. dimension: the name of the width in plans.
     """
 
     def __init__(
@@ -164,8 +167,10 @@ class GateUpParallelLinear(Layer):
         bias: bool = False,
         optional_bias: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj"),
+        activation: GatedActivation = "silu_mul",
         dimension: str = "MLP width",
     ) -> None:
+        self._activation = activation
         self._dimension = dimension
         self.cut = sharding.cut_width(width, hidden)
         self.span = self.cut.spans[sharding.rank]
@@ -185,9 +190,9 @@ class GateUpParallelLinear(Layer):
             return x[..., :0]
         if self.weight.packed.is_plain:
             parts = [linear(x, self.weight.part(i), None if self.bias is None else self.bias.part(i)) for i in (0, 1)]
-            return ops.silu_mul(torch.cat(parts, -1))
+            return _GATED[self._activation](torch.cat(parts, -1))
         bias = None if self.bias is None else self.bias.data
-        gated = linear(x, self.weight.packed, bias, activation="silu_mul")
+        gated = linear(x, self.weight.packed, bias, activation=self._activation)
         return gated if gated.shape[-1] == self.span.size else gated[..., : self.span.size]
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:

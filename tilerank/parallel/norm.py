@@ -27,14 +27,21 @@ class RMSNorm(Layer):
     def __call__(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight.data, self.eps, zero_centered=self.zero_centered)
 
-    def add(self, part: Tensor, residual: Tensor, *, whole: bool = False) -> Tensor:
+    def add(self, part: Tensor, residual: Tensor, *, post_norm: RMSNorm | None = None, whole: bool = False) -> Tensor:
         """Add the sum over the ranks of `part` to `residual` and return the norm of the result, on every rank.
 
-        part, residual: [m, dim]. `residual` is updated in place, but only in the rows that this rank needs for its next
-        call, unless `whole` (group.py: add_rms_norm). Each residual therefore belongs to one rank's calls.
+        part, residual: [m, dim]. post_norm: of the sum, before it is added; it has the same eps and centre. `residual`
+        is updated in place, but only in the rows that this rank needs for its next call, unless `whole` (group.py:
+        add_rms_norm). Each residual therefore belongs to one rank's calls.
         """
         return self._sharding.add_rms_norm(
-            part, residual, self.weight.data, self.eps, zero_centered=self.zero_centered, whole=whole
+            part,
+            residual,
+            self.weight.data,
+            self.eps,
+            post_weight=None if post_norm is None else post_norm.weight.data,
+            zero_centered=self.zero_centered,
+            whole=whole,
         )
 
 

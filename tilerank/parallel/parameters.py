@@ -262,7 +262,7 @@ class PackedParameter(WeightParameter):
 
 
 class GatedParameter(PackedParameter):
-    """Gate and up matrices [width, k] as one weight for `linear` with silu_mul: 32 rows of each in turn.
+    """Gate and up matrices [width, k] as one weight for `linear` with a gated activation: 32 rows of each in turn.
 
     Where kernels run in plain torch, gate lies above up. Rows of the parameter count gate first, then up.
     """
@@ -313,7 +313,7 @@ class WholeParameter(PlainParameter):
 
 
 class GatedBias(PlainParameter):
-    """The biases [width] of gate and up as one vector for `linear` with silu_mul: 32 elements of each in turn."""
+    """The biases [width] of gate and up as one vector for such a `linear`: 32 elements of each in turn."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__((2 * whole_tiles(width),), dtype)

@@ -211,14 +211,17 @@ class Sharding:
         weight: Tensor,
         eps: float,
         *,
+        post_weight: Tensor | None = None,
         zero_centered: bool = False,
         whole: bool = False,
     ) -> Tensor:
         """Apply ops.add_rms_norm to the sum of `x` over the ranks; group.py describes which rows of `residual` are
         updated on this rank."""
         if self.size == 1:
-            return ops.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
-        return self._group.add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered, whole=whole)
+            return ops.add_rms_norm(x, residual, weight, eps, post_weight=post_weight, zero_centered=zero_centered)
+        return self._group.add_rms_norm(
+            x, residual, weight, eps, post_weight=post_weight, zero_centered=zero_centered, whole=whole
+        )
 
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
         """Return [m, n] fp32 whose columns starts[r] to starts[r + 1] are the first columns of x[m, w] of rank r."""

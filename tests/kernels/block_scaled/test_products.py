@@ -85,6 +85,9 @@ def test_epilogue(rung: str, form: Form) -> None:
         exact = (functional.silu(sums[:, :, 0]) * sums[:, :, 1]).flatten(1)
         result = linear(x, weight, bias, activation="silu_mul", out_dtype=F32)
         torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-4)
+        exact = (functional.gelu(sums[:, :, 0], approximate="tanh") * sums[:, :, 1]).flatten(1)
+        result = linear(x, weight, bias, activation="gelu_tanh_mul", out_dtype=F32)
+        torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_all_fp8_codes(rung: str) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..weight import BLOCK_N, Weight
-from .ops import by_row
+from .ops import GATES, by_row
 
 
 def linear(
@@ -22,9 +22,9 @@ def linear(
     sums = w.product(x)
     if bias is not None:
         sums = sums + bias.float()
-    if activation == "silu_mul":
+    if activation in GATES:
         gate, up = torch.unflatten(sums, 1, (-1, 2, BLOCK_N)).unbind(2)  # blocks of gate and up alternate
-        sums = (F.silu(gate) * up).flatten(1)
+        sums = (GATES[activation](gate) * up).flatten(1)
     elif activation is not None:
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         sums = by_row(sums, lambda row: F.gelu(row, approximate=approximate))

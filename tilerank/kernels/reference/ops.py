@@ -46,9 +46,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
     return weight * normed.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """Add x to residual in place and return rms_norm(residual)."""
-    residual += x
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    post_weight: Tensor | None = None,
+    zero_centered: bool = False,
+) -> Tensor:
+    """Add x, or its norm, to residual in place and return rms_norm(residual)."""
+    residual += x if post_weight is None else rms_norm(x, post_weight, eps, zero_centered=zero_centered)
     return rms_norm(residual, weight, eps, zero_centered=zero_centered)
 
 
@@ -96,6 +104,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of x * Phi(x)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu_tanh(gate), rounded to the activation dtype, times up (Gemma3MLP of transformers)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate) * up
+
+
+GATES: dict[str | None, Callable[[Tensor], Tensor]] = {"silu_mul": F.silu, "gelu_tanh_mul": gelu_tanh}
+"""The activation of the gate, by the name of a gated activation of `linear`."""
+
+
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x)"""
     return F.silu(x.double()).to(x.dtype).contiguous()
@@ -126,6 +149,11 @@ def add_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Set x[rows] += values. Raises KernelError for negative rows."""
     _check_rows("add_rows_", rows, x.shape[0])
     x[rows] += values
+
+
+def scale_(x: Tensor, factor: float) -> None:
+    """x *= factor"""
+    x *= factor
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:

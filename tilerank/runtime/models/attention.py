@@ -16,6 +16,7 @@ from tilerank.parallel.stacked import QKVParallelLinear
 
 from ..step.batch import Batch, LogitRows
 from ..step.cache import PagedKV
+from ..step.rope import Rotation
 from .decoder import Mixer
 from .padded_heads import attention_scale, head_multiple
 from .text_config import TextConfig
@@ -28,8 +29,9 @@ class SelfAttention(Mixer[KVPages]):
 
     qkv_bias, out_bias: biases of the q, k and v, and of the output projection, each zero if the checkpoint lacks it.
     head_norms: q and k are normalised head by head before the rotation (`q_norm`, `k_norm`). gated: the query
-    projection yields a gate for each head as well. window: a token attends to so many tokens, itself included; 0: to
-    all before it. sinks: every query head has a learned logit beside its scores, without a value (`sinks`, gpt-oss).
+    projection yields a gate for each head as well. scale: factor of the scores in place of 1 / sqrt(head_dim).
+    window: a token attends to so many tokens, itself included; 0: to all before it. sinks: every query head has a
+    learned logit beside its scores, without a value (`sinks`, gpt-oss).
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class SelfAttention(Mixer[KVPages]):
         out_bias: bool,
         head_norms: bool,
         gated: bool = False,
+        scale: float | None = None,
         window: int = 0,
         sinks: bool = False,
     ) -> None:
@@ -72,7 +75,8 @@ class SelfAttention(Mixer[KVPages]):
             for norm in (("q_norm", "k_norm") if head_norms else ())
         ]
         self.gated = gated
-        self.scale = attention_scale(heads * dim, self.qkv.heads, heads)
+        self.scale = attention_scale(heads * dim, self.qkv.heads, heads) if scale is None else scale
+        self.rotation = Rotation(config.rope, config.rotary_dim)
         self.window = window
         self.sinks: PlainParameter | None = None
         if sinks:

@@ -2,6 +2,8 @@
 
     x += mixer(norm(x));  x += mlp(norm(x))        per layer, then the last norm and the head
 
+Each of the two may have a norm after it as well, of its sum over the ranks: x += post_norm(mixer(norm(x))).
+
 A family composes a Decoder from mixers and MLPs and gives the names under which its checkpoints store them.
 """
 
@@ -24,7 +26,7 @@ from tilerank.parallel.sharding import Sharding
 from ..step.batch import Batch, LogitRows
 from ..step.cache import Cache, CacheSpec
 from ..step.model import Encoder, Model
-from ..step.rope import RopeTable
+from ..step.rope import RopeTable, Rotation
 from .stream import Stream
 from .text_config import TextConfig
 
@@ -33,9 +35,10 @@ from .text_config import TextConfig
 class DecoderNames:
     """Names of the modules in a checkpoint; the default is the layout of Llama and Qwen.
 
-    `layer` has a place for the number of the layer; the four after it are relative to the layer. mixer: one name, or
-    one for each layer. left_out: beginnings of the names of tensors that the model does not use; layers whose tensors
-    are left out are not built.
+    `layer` has a place for the number of the layer; the six after it are relative to the layer. mixer: one name, or
+    one for each layer. mixer_post_norm, mlp_post_norm: None in a family without norms after the mixer and the MLP.
+    left_out: beginnings of the names of tensors that the model does not use; layers whose tensors are left out are not
+    built.
     """
 
     embedding: str = "model.embed_tokens"
@@ -44,8 +47,10 @@ class DecoderNames:
     layer: str = "model.layers.{}"
     mixer_norm: str = "input_layernorm"
     mixer: str | Sequence[str] = "self_attn"
+    mixer_post_norm: str | None = None
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    mlp_post_norm: str | None = None
     left_out: tuple[str, ...] = ()
 
 
@@ -55,10 +60,12 @@ C = TypeVar("C", bound=Cache)
 class Mixer(Layer, Generic[C]):
     """The part of a layer that mixes tokens, such as self-attention, over a cache of kind C.
 
-    cache_spec: what it keeps of a sequence. rotates_source: whether it is cross-attention that rotates keys.
+    cache_spec: what it keeps of a sequence. rotation: of its queries and keys; None: that of the decoder.
+    rotates_source: whether it is cross-attention that rotates keys.
     """
 
     cache_spec: CacheSpec
+    rotation: Rotation | None = None
     rotates_source: bool = False
 
     def store_source(self, rows: Tensor, rope: Tensor | None, slots: Tensor, cache: C) -> None:
@@ -93,15 +100,28 @@ class RowGate(Layer):
 
 
 class DecoderLayer(Layer):
-    """A mixer and an MLP, each after a norm. mlp_gate: of the output of the MLP, if it has any."""
+    """A mixer and an MLP, each after a norm.
+
+    mixer_post_norm, mlp_post_norm: of the sums of both over the ranks, if it has any. mlp_gate: of the output of the
+    MLP, if it has any.
+    """
 
     def __init__(
-        self, mixer_norm: RMSNorm, mixer: Mixer[Any], mlp_norm: RMSNorm, mlp: FeedForward, mlp_gate: RowGate | None
+        self,
+        mixer_norm: RMSNorm,
+        mixer: Mixer[Any],
+        mixer_post_norm: RMSNorm | None,
+        mlp_norm: RMSNorm,
+        mlp: FeedForward,
+        mlp_post_norm: RMSNorm | None,
+        mlp_gate: RowGate | None,
     ) -> None:
         self.mixer_norm = mixer_norm
         self.mixer = mixer
+        self.mixer_post_norm = mixer_post_norm
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mlp_post_norm = mlp_post_norm
         self.mlp_gate = mlp_gate
 
 
@@ -118,14 +138,16 @@ class DecoderLayers(Layer):
         mlp: Callable[[str, int], FeedForward],
         mlp_gate: Callable[[int], RowGate | None] = lambda _: None,
     ) -> None:
-        """positions: the table of rotations has so many. mixer, mlp: make those of a layer, from the name of the module
-        and the number of the layer. mlp_gate: makes that of a layer, from its number."""
+        """positions: the tables of rotations have so many. mixer, mlp: make those of a layer, from the name of the
+        module and the number of the layer. mlp_gate: makes that of a layer, from its number."""
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self._ranks = sharding.size
-        self.rope = RopeTable(config.rope, config.rotary_dim, positions, sharding.dtype)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(name, hidden, eps, sharding, zero_centered=config.zero_centered_norms)
+
+        def post_norm(layer: str, name: str | None) -> RMSNorm | None:
+            return None if name is None else norm(f"{layer}.{name}")
 
         def layer(number: int) -> DecoderLayer:
             name = names.layer.format(number)
@@ -133,8 +155,10 @@ class DecoderLayers(Layer):
             return DecoderLayer(
                 norm(f"{name}.{names.mixer_norm}"),
                 mixer(f"{name}.{mixer_name}", number),
+                post_norm(name, names.mixer_post_norm),
                 norm(f"{name}.{names.mlp_norm}"),
                 mlp(f"{name}.{names.mlp}", number),
+                post_norm(name, names.mlp_post_norm),
                 mlp_gate(number),
             )
 
@@ -143,6 +167,16 @@ class DecoderLayers(Layer):
             layer(number) for number, name in enumerate(names_of_layers) if not name.startswith(names.left_out)
         ]
         self.norm = norm(names.norm)
+        usual = Rotation(config.rope, config.rotary_dim)
+        rotations = [layer.mixer.rotation or usual for layer in self.layers]
+        different = list(dict.fromkeys(rotations))
+        self._rope_of = [different.index(rotation) for rotation in rotations]
+        self.ropes = [RopeTable(each.rope, each.dim, positions, sharding.dtype) for each in different]
+
+    def _rope_rows(self, positions: Tensor) -> list[Tensor]:
+        """positions [axes, t] int64 -> for each layer [t, 2, r / 2], the rows that it rotates queries and keys with."""
+        rows = [table.rows(positions) for table in self.ropes]
+        return [rows[table] for table in self._rope_of]
 
     def cache_specs(self) -> list[CacheSpec]:
         return [layer.mixer.cache_spec for layer in self.layers]
@@ -154,7 +188,7 @@ class DecoderLayers(Layer):
         """
         inserts, kept = batch.inserts, batch.kept
         stream = Stream(x, self._ranks)
-        rope = self.rope.rows(batch.positions)
+        ropes = self._rope_rows(batch.positions)
         used = [i for i, layer in enumerate(self.layers) if not layer.mixer.is_idle(batch)]
         x = self.layers[used[0]].mixer_norm(stream.rows())
         next_norms = [self.layers[i].mixer_norm for i in used[1:]] + [self.norm]
@@ -162,17 +196,17 @@ class DecoderLayers(Layer):
         for i, next_norm in zip(used, next_norms, strict=True):
             layer, cache = self.layers[i], caches[i]
             only = batch.logit_rows if i == last else None
-            x = layer.mixer(x, rope, batch, cache, only)
+            x = layer.mixer(x, ropes[i], batch, cache, only)
             if only is not None:
                 stream.keep(only)
-            x = stream.add(x, layer.mlp_norm)
+            x = stream.add(x, layer.mlp_norm, post_norm=layer.mixer_post_norm)
             x = layer.mlp(x)
             if layer.mlp_gate is not None:
                 layer.mlp_gate(x, batch)
             keeps = kept is not None and i + 1 == kept.layer
             inserted = inserts.deep[i] if inserts is not None and i < len(inserts.deep) else None
             is_read = keeps or inserted is not None or (batch.logit_rows is not None and i + 1 == last)
-            x = stream.add(x, next_norm, update_all=is_read)
+            x = stream.add(x, next_norm, post_norm=layer.mlp_post_norm, update_all=is_read)
             if kept is not None and keeps:
                 kept.hidden = ops.take_rows(stream.rows(), kept.rows)
             if inserted is not None:
@@ -196,11 +230,13 @@ class Decoder(DecoderLayers, Model):
         *,
         mlp_gate: Callable[[int], RowGate | None] = lambda _: None,
         spare_ids: int = 0,
+        embedding_factor: float = 1.0,
     ) -> None:
         """mixer, mlp, mlp_gate: as in DecoderLayers.
 
         encoder: its encodings have fewer levels beside the embeddings than the decoder has layers. spare_ids: as in
-        Model; the embedding has rows for them, and then it is not tied to the head.
+        Model; the embedding has rows for them, and then it is not tied to the head. embedding_factor: of the embeddings
+        of tokens, not of encodings.
         """
         hidden, vocab = config.hidden_size, card.vocab_size
         self._names = names
@@ -218,9 +254,12 @@ class Decoder(DecoderLayers, Model):
         self.encoder = encoder
         self.position_axes = config.rope.axes
         self.spare_ids = spare_ids
+        self._embedding_factor = embedding_factor
 
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
         x, inserts = self.embedding(batch.token_ids), batch.inserts
+        if self._embedding_factor != 1.0:
+            ops.scale_(x, self._embedding_factor)
         if inserts is not None:
             ops.put_rows_(x, inserts.rows, inserts.values)
         return self.head(self.hidden(x, batch, caches))
@@ -230,8 +269,10 @@ class Decoder(DecoderLayers, Model):
         return any(layer.mixer.rotates_source for layer in self.layers)
 
     def store_source(self, rows: Tensor, positions: Tensor | None, slots: Tensor, caches: Sequence[Cache]) -> None:
-        rope = None if positions is None else self.rope.rows(positions)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        ropes: Sequence[Tensor | None] = [None] * len(self.layers)
+        if positions is not None:
+            ropes = self._rope_rows(positions)
+        for layer, rope, cache in zip(self.layers, ropes, caches, strict=True):
             layer.mixer.store_source(rows, rope, slots, cache)
 
     def cost_without_logits(self) -> Cost:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tilerank.kernels.linear import GatedActivation
 from tilerank.parallel.linear import GateUpParallelLinear, RowParallelLinear
 from tilerank.parallel.sharding import Sharding
 
@@ -14,7 +15,8 @@ from .text_config import TextConfig
 class GatedMLP(FeedForward):
     """down(silu(gate(x)) * up(x)), `width` columns wide.
 
-    bias: of all three, zero where the checkpoint lacks it. dimension: the name of the width in plans.
+    bias: of all three, zero where the checkpoint lacks it. activation: in place of silu. dimension: the name of the
+    width in plans.
     """
 
     def __init__(
@@ -25,10 +27,18 @@ class GatedMLP(FeedForward):
         sharding: Sharding,
         *,
         bias: bool = False,
+        activation: GatedActivation = "silu_mul",
         dimension: str = "MLP width",
     ) -> None:
         self.gate_up = GateUpParallelLinear(
-            name, hidden, width, sharding, bias=bias, optional_bias=True, dimension=dimension
+            name,
+            hidden,
+            width,
+            sharding,
+            bias=bias,
+            optional_bias=True,
+            activation=activation,
+            dimension=dimension,
         )
         self.down = RowParallelLinear(
             f"{name}.down_proj", width, hidden, sharding, span=self.gate_up.span, bias=bias, optional_bias=True
@@ -38,10 +48,12 @@ class GatedMLP(FeedForward):
         return self.down(self.gate_up(x))
 
 
-def dense_mlps(c: TextConfig, sharding: Sharding, *, bias: bool = False) -> Callable[[str, int], GatedMLP]:
+def dense_mlps(
+    c: TextConfig, sharding: Sharding, *, bias: bool = False, activation: GatedActivation = "silu_mul"
+) -> Callable[[str, int], GatedMLP]:
     """Return what makes the MLP of a layer from its name and the number of the layer, `intermediate_size` wide."""
 
     def mlp(name: str, _: int) -> GatedMLP:
-        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding, bias=bias)
+        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding, bias=bias, activation=activation)
 
     return mlp

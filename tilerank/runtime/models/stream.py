@@ -11,7 +11,7 @@ from ..step.batch import LogitRows
 class Stream:
     """The residual stream [t, hidden] of one forward pass.
 
-    A sum over the ranks, its addition to the stream and the norm after it are one kernel, in which each rank updates
+    A sum over the ranks, its addition to the stream and the norms around it are one kernel, in which each rank updates
     only the rows of its own share. Between two sums the other rows are stale, so the rows are private; `rows` brings
     all of them up to date before it returns them.
     """
@@ -22,13 +22,14 @@ class Stream:
         self._ranks = ranks
         self._stale_since: RMSNorm | None = None  # the norm of the sum that left rows stale
 
-    def add(self, part: Tensor, norm: RMSNorm, *, update_all: bool = False) -> Tensor:
+    def add(self, part: Tensor, norm: RMSNorm, *, post_norm: RMSNorm | None = None, update_all: bool = False) -> Tensor:
         """Add the sum of every rank's `part` [t, hidden] to the stream and return its norm [t, hidden], on all ranks.
 
-        update_all: the rows are read before the next `add`. That is cheaper than bringing them up to date later.
+        post_norm: of the sum, before it is added. update_all: the rows are read before the next `add`. That is cheaper
+        than bringing them up to date later.
         """
         self._stale_since = None if update_all or self._ranks == 1 else norm
-        return norm.add(part, self._rows, whole=update_all)
+        return norm.add(part, self._rows, post_norm=post_norm, whole=update_all)
 
     def rows(self) -> Tensor:
         """Return the stream [t, hidden], equal on all ranks. It changes with the next `add`."""

@@ -1,6 +1,7 @@
 """The table of cosines and sines of every position and frequency of a rotary position embedding."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,6 +9,14 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.loader.rope import LinearScaling, Llama3Scaling, LongScaling, RopeConfig, Sections, YarnScaling
 from tilerank.parallel.parameters import Layer
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation of the first `dim` dimensions of queries and keys."""
+
+    rope: RopeConfig
+    dim: int
 
 
 class RopeTable(Layer):

@@ -1,8 +1,10 @@
 // The arguments and the epilogue of every linear kernel, compiled once per rung (no include guard):
 // out = activation(sums + bias) in fp32, rounded once.
 //
-// A result is 32 columns of `out`. It needs the sums of `parts` consecutive blocks of the weight: two with silu_mul
-// (gate and up), otherwise one.
+// A result is 32 columns of `out`. It needs the sums of `parts` consecutive blocks of the weight: two (gate and up)
+// with a gated activation, otherwise one.
+
+#include "simd/activations-inl.h"
 
 namespace tilerank::TR_RUNG {
 
@@ -15,30 +17,10 @@ struct LinearArgs {
 };
 
 // Numbered as in linear.py.
-enum class Activation : int64_t { none, silu_mul, gelu, gelu_tanh };
+enum class Activation : int64_t { none, silu_mul, gelu, gelu_tanh, gelu_tanh_mul };
 
-// x (1 + erf(x / sqrt 2)) / 2. erf is the rational minimax approximation of Eigen and XLA, accurate to a few units in
-// the last place of 1; its argument is clamped to [-4, 4].
-static inline Vec gelu(Vec x) {
-  const Vec y = min(set(4.0f), max(set(-4.0f), x * set(0.70710678118654752f)));
-  const Vec y2 = y * y;
-  Vec p = set(-2.72614225801306e-10f);
-  for (const float c : {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f, -7.34990630326855e-04f,
-                        -2.95459980854025e-03f, -1.60960333262415e-02f}) {
-    p = fma(p, y2, set(c));
-  }
-  Vec q = set(-1.45660718464996e-05f);
-  for (const float c :
-       {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f, -1.42647390514189e-02f}) {
-    q = fma(q, y2, set(c));
-  }
-  return set(0.5f) * x * (set(1.0f) + y * p / q);
-}
-
-// x (1 + tanh u) / 2 = x / (1 + exp(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3)
-static inline Vec gelu_tanh(Vec x) {
-  const Vec u2 = set(1.5957691216057308f) * x * fma(x * x, set(0.044715f), set(1.0f));
-  return x / (set(1.0f) + exp(zero() - u2));
+static constexpr bool is_gated(Activation activation) {
+  return activation == Activation::silu_mul || activation == Activation::gelu_tanh_mul;
 }
 
 // Writes bare sums or their silu_mul, in bf16 and whole blocks, with non-temporal stores. It takes few instructions:
@@ -63,7 +45,7 @@ struct Epilogue {
       : bias(args.bias),
         out(args.out),
         activation(static_cast<Activation>(args.activation)),
-        parts(activation == Activation::silu_mul ? 2 : 1),
+        parts(is_gated(activation) ? 2 : 1),
         results((out.size[1] + kBlockN - 1) / kBlockN),
         streams_(kLanes == 16 && out.size[0] * row_bytes() >= kStreamBytes && row_bytes() % 64 == 0) {}
   ~Epilogue() {
@@ -111,13 +93,13 @@ struct Epilogue {
   int64_t row_bytes() const { return out.size[1] * bytes_of(out.dtype); }
 
   Vec activated(Vec sums, Vec up, int64_t column) const {
-    if (activation == Activation::silu_mul) {
+    if (is_gated(activation)) {
       if (bias) {
         const int64_t gate = column / kBlockN * 2 * kBlockN + column % kBlockN;
         sums = sums + load_some(bias, gate, kLanes);
         up = up + load_some(bias, gate + kBlockN, kLanes);
       }
-      return silu(sums) * up;
+      return (activation == Activation::silu_mul ? silu(sums) : gelu_tanh(sums)) * up;
     }
     if (bias) sums = sums + load_some(bias, column, std::min<int64_t>(kLanes, bias.size[0] - column));
     if (activation == Activation::gelu) return gelu(sums);

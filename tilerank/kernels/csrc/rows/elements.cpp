@@ -1,4 +1,5 @@
-// add, sum_parts, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is said.
+// add, scale, sum_parts, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is
+// said.
 #ifndef TR_RUNG
 #include "core/entry.h"
 #include "rows/rows.h"
@@ -29,6 +30,17 @@ TR_ENTRY(add, Team& team, const Tensor& x, const Tensor& y, const Tensor& out) {
       const T* const b = y.as<T>() + row_offset(y, row) + column;
       T* const to = out.as<T>() + row * d + column;
       for_two(n, [&](int64_t i, auto two) { two.store(to + i, two.load(a + i) + two.load(b + i)); });
+    });
+  });
+}
+
+// x *= factor
+TR_ENTRY(scale, Team& team, const Tensor& x, float factor) {
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
+      T* const to = x.as<T>() + row_offset(x, row) + column;
+      for_lanes(n, [&](int64_t i, auto lanes) { lanes.store(to + i, lanes.load(to + i) * set(factor)); });
     });
   });
 }

@@ -68,4 +68,18 @@ static inline float add_row(const T* x, T* residual, int64_t d, const NextRow<T>
   return squares.sum();
 }
 
+// residual += the norm of x by `weight`, rounded to T. Returns the sum of the squares of the result.
+template <class T>
+static inline float add_normed_row(const T* x, const T* weight, T* residual, int64_t d, float eps, bool zero_centered,
+                                   const NextRow<T>& ahead = {}) {
+  const Vec scale = norm_scale(set(sum_of_squares(x, d)), d, eps);
+  Squares squares;
+  for_two(d, [&](int64_t i, auto two) {
+    ahead.fetch(i);
+    const Two normed = norm_values<T>(two.load(x + i), scale, two.load(weight + i), zero_centered);
+    squares.add(two.store(residual + i, two.load(residual + i) + round_to<T>(normed)));
+  });
+  return squares.sum();
+}
+
 }  // namespace tilerank::TR_RUNG

@@ -23,7 +23,7 @@ TR_ENTRY(rms_norm, Team& team, const Tensor& x, const Tensor& weight, float eps,
 }
 
 TR_ENTRY(add_rms_norm, Team& team, const Tensor& x, const Tensor& residual, const Tensor& weight, float eps,
-         bool zero_centered, const Tensor& out) {
+         const Tensor& post_weight, bool zero_centered, const Tensor& out) {
   const int64_t d = weight.size[0];
   for_float(x.dtype, [&](auto type) {
     using T = decltype(type);
@@ -31,7 +31,10 @@ TR_ENTRY(add_rms_norm, Team& team, const Tensor& x, const Tensor& residual, cons
     for (int64_t row = first; row < last; ++row) {
       const int64_t next = std::min(row + 1, last - 1);
       T* const sum = residual.row<T>(row);
-      const float squares = add_row(x.row<T>(row), sum, d, NextRow<T>{x.row<T>(next)});
+      const NextRow<T> ahead{x.row<T>(next)};
+      const float squares = post_weight
+                                ? add_normed_row(x.row<T>(row), post_weight.as<T>(), sum, d, eps, zero_centered, ahead)
+                                : add_row(x.row<T>(row), sum, d, ahead);
       norm_row(sum, squares, weight.as<T>(), out.row<T>(row), d, eps, zero_centered, NextRow<T>{residual.row<T>(next)});
     }
   });
