@@ -16,10 +16,10 @@ from command import DEMO, await_true
 
 from tilerank.launch.serving import text_processes
 from tilerank.launch.serving.text_processes import LONG_TEXT, SHORT_TEXT, TextProcesses
-from tilerank.loader.chat import MAX_TEXT
+from tilerank.loader.chat.jinja import MAX_TEXT
+from tilerank.loader.chat.template import ReasoningStart
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.errors import UnavailableError
-from tilerank.runtime.server.chat.reasoning import ReasoningStart
 from tilerank.runtime.server.chat.text_encoder import Conversation, DirectTextEncoder, TextError
 
 TEMPLATE = """{%- set said = messages[0].content -%}

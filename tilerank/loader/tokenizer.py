@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -11,9 +12,12 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from .chat import ChatTemplate
+from .chat.jinja import JinjaTemplate
+from .chat.template import BEGIN, END, ChatTemplate, Segment
 from .errors import TokenizerError, tokenizer_errors
 from .files import show
+from .harmony.marks import CHANNEL, MARKS, TURN_ENDS
+from .harmony.template import HarmonyTemplate
 from .linear_time import is_linear, makes_longer
 from .special_tokens import read_special_tokens, read_tokenizer_config
 from .vocabularies.byte_level import BYTES
@@ -46,6 +50,7 @@ class Tokenizer:
         tokens = (*added.items(), *self._inner.get_added_tokens_decoder().items())
         self._special_ids = frozenset(id for id, token in tokens if token.special)
         self._decoder = _decoder_type(self._file, self._inner)
+        self._encoding = threading.Lock()  # the library has one setting for all threads
         self._bytes_of: dict[tuple[int, bool], bytes] = {}  # what token_bytes has returned, at most the vocabulary
 
     @cached_property
@@ -68,17 +73,29 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        return ChatTemplate(self.model_dir, self.special_tokens)
+        """That of the model directory. For the vocabulary of harmony it is harmony's own, unless the directory has a
+        template that writes no channels."""
+        has_marks = self.token_id(BEGIN) is not None and self.token_id(END) is not None
+        found = JinjaTemplate(self.model_dir, self.special_tokens, has_marks)
+        writes_channels = not found.source or CHANNEL in found.source
+        return HarmonyTemplate() if self.has_channels and writes_channels else found
+
+    @cached_property
+    def has_channels(self) -> bool:
+        """Whether the vocabulary is that of harmony, in which every message has a channel."""
+        return all(self.token_id(mark) in self._special_ids for mark in MARKS)
 
     def end_token_ids(self, after_answer: str = "") -> tuple[int, ...]:
-        """Return the tokens that end a text: eos_token, and the added token with which `after_answer` begins, the text
-        that the chat template prints after an answer (ChatTemplate.after_answer)."""
+        """Return the tokens that end a text: eos_token, the added token with which `after_answer` begins, the text
+        that the chat template prints after an answer (ChatTemplate.after_answer), and harmony's, some of which released
+        files leave out."""
         added = {token.content: id for id, token in self._inner.get_added_tokens_decoder().items()}
         after = after_answer.lstrip()
         turn_end = max((content for content in added if content and after.startswith(content)), key=len, default=None)
         eos = self.special_tokens.get("eos_token")
         ids = (None if eos is None else self._inner.token_to_id(eos), None if turn_end is None else added[turn_end])
-        return tuple(dict.fromkeys(id for id in ids if id is not None))
+        of_harmony = [self.token_id(mark) for mark in TURN_ENDS] if self.has_channels else []
+        return tuple(dict.fromkeys(id for id in (*ids, *of_harmony) if id is not None))
 
     def to_json(self) -> str:
         """Return the tokenizer in the format of tokenizer.json, with the special tokens that other files add."""
@@ -90,15 +107,35 @@ class Tokenizer:
         add_special_tokens: also add the tokens of the post-processor (Llama: the begin-of-text token). Text from
         apply_chat_template contains them already.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as failure:
-            # Python decodes a command line that is not UTF-8 to lone surrogates.
-            raise TokenizerError(f"text to encode: expected valid Unicode, found {show(text)}") from failure
+        return self._encode([text], add_special_tokens, marks=True)[0]
+
+    def encode_segments(self, segments: Sequence[Segment], add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text in segments, each of which is tokenised by itself.
+
+        add_special_tokens: as in `encode`; a text in several segments has all of its special tokens already.
+        """
+        added = add_special_tokens and len(segments) == 1
+        ids = {
+            marks: iter(self._encode([one.text for one in segments if one.marks is marks], added, marks))
+            for marks in (True, False)
+        }
+        return [id for segment in segments for id in next(ids[segment.marks])]
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool, marks: bool) -> list[list[int]]:
+        """Return the token ids of each text. marks: special tokens in a text become their ids."""
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as failure:
+                # Python decodes a command line that is not UTF-8 to lone surrogates.
+                raise TokenizerError(f"text to encode: expected valid Unicode, found {show(text)}") from failure
         # The name of the file and not its path, because clients of the server see this error.
-        with tokenizer_errors(f"{self._file.name}: cannot encode {show(text)}"):
-            # A batch of one omits the offsets, which take most of the time.
-            return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        with self._encoding, tokenizer_errors(f"{self._file.name}: cannot encode {show(' '.join(texts))}"):
+            self._inner.encode_special_tokens = not marks
+            # A batch omits the offsets, which take most of the time.
+            return [
+                list(one.ids) for one in self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special and unknown tokens. Incomplete characters become U+FFFD."""
@@ -133,7 +170,7 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text of a conversation (see ChatTemplate.render). Encode it with add_special_tokens=False."""
-        return self.chat_template.render(messages, **variables)
+        return self.chat_template.render(messages, **variables).text
 
     def token_id(self, token: str) -> int | None:
         """Return the id of an entry of the vocabulary; None if there is none."""

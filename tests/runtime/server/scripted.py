@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from tilerank.runtime.protocol.params import Logprobs
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
+from tilerank.runtime.server.chat.formats import answer_format
 from tilerank.runtime.server.chat.media import MediaReader
-from tilerank.runtime.server.chat.tools.formats import tool_format
 from tilerank.runtime.server.chat.tools.named import DeepSeekFormat
 from tilerank.runtime.server.http.fetch import Fetcher
 from tilerank.runtime.server.link.client import EngineClient
@@ -149,17 +149,21 @@ async def serving(
     media: MediaReader | None = None,
     voices: tuple[str, ...] = (),
     sampling: SamplingDefaults | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Server]:
-    """Serve a model directory. template: written into it; None for its own."""
+    """Serve a model directory. template: written into it; None for its own. variables: of it, unless requests say
+    otherwise."""
 
     async def check_grammar(grammar: str) -> None: ...
 
     if template is not None:
         (model / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(model)
-    format = tool_format(tokenizer, "hermes")
+    format = answer_format(tokenizer, "hermes")
     defaults = sampling or SamplingDefaults()
-    settings = ServerSettings("it", "0", api_key, defaults, format, check_grammar, media, voices=voices)
+    settings = ServerSettings(
+        "it", "0", api_key, defaults, format, check_grammar, media, voices=voices, template_variables=variables or {}
+    )
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))
     app = make_app(engines, tokenizer, settings)

@@ -13,6 +13,7 @@ from tool_calls import PARAMETERS, deepseek, function, kimi
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.chat.grammars import request_grammar
+from tilerank.runtime.server.chat.marked import MarkedFormat
 from tilerank.runtime.server.chat.request import ChatCompletion
 from tilerank.runtime.server.chat.tools.format import ToolFormat
 from tilerank.runtime.server.chat.tools.functions import FunctionFormat
@@ -27,7 +28,7 @@ def test_forced_tool_calls(model: Path) -> None:
     tokenizer = Tokenizer(model)
     fields = {"tools": [{"type": "function", "function": {"name": "weather"}}], "tool_choice": "required"}
     body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
-    grammar = request_grammar(body, tokenizer, HermesFormat())
+    grammar = request_grammar(body, tokenizer, MarkedFormat(HermesFormat()))
     assert grammar is not None
     matcher = Vocabulary(model).matcher(grammar)
     ids = tokenizer.encode('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', False)
@@ -62,7 +63,7 @@ def allows(model: Path, grammar: str, text: str) -> bool:
 def grammar_of(model: Path, format: ToolFormat, parameters: dict[str, Any], **fields: Any) -> str:
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required", **fields}
-    grammar = request_grammar(ChatCompletion.model_validate(body), Tokenizer(model), format)
+    grammar = request_grammar(ChatCompletion.model_validate(body), Tokenizer(model), MarkedFormat(format))
     assert grammar is not None
     return grammar
 

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_files import DEMO_VL
 
+from tilerank.loader.chat.template import ReasoningStart, thinking_after
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.chat.grammars import request_grammar
-from tilerank.runtime.server.chat.reasoning import ReasoningSplitter, ReasoningStart, Text, thinking_after
+from tilerank.runtime.server.chat.marked import MarkedFormat
+from tilerank.runtime.server.chat.reasoning import ReasoningSplitter, Text
 from tilerank.runtime.server.chat.request import ChatCompletion
-from tilerank.runtime.server.chat.text import TextStream
+from tilerank.runtime.server.chat.text import StopStrings, TextStream
 from tilerank.runtime.server.chat.tools.objects import HermesFormat
 
 MARKS_ARE_TEXT, MARKS_ARE_TOKENS = Tokenizer(DEMO), Tokenizer(DEMO_VL)
@@ -103,20 +105,21 @@ def test_reasoning_is_shown_as_soon_as_it_is_certain() -> None:
     ],
 )
 def test_the_end_of_the_prompt_decides(prompt: str, of_tokens: ReasoningStart, of_text: ReasoningStart) -> None:
-    assert thinking_after(prompt, MARKS_ARE_TOKENS) == of_tokens
-    assert thinking_after(prompt, MARKS_ARE_TEXT) == of_text
+    assert thinking_after(prompt, True) == of_tokens
+    assert thinking_after(prompt, False) == of_text
 
 
 @pytest.mark.parametrize("tokenizer", [MARKS_ARE_TEXT, MARKS_ARE_TOKENS], ids=["marks are text", "marks are tokens"])
 def test_a_stop_string_ends_the_answer_only(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<think>\none two\n</think>\n\none two three", add_special_tokens=False)
     inside = tokenizer.encode("<think>\none two\n</think>", add_special_tokens=False)
-    stream, found = TextStream(tokenizer.stream(), ["two"], ReasoningStart.OPTIONAL), Text()
+    stops = StopStrings(["two"])
+    stream, found = TextStream(tokenizer.stream(), stops, ReasoningStart.OPTIONAL), Text()
     for id in ids:
         found += stream.push(id)
-        if stream.stopped:
+        if stops.stopped:
             break
-    assert stream.stopped and found == Text("one two", "one ")
+    assert stops.stopped and found == Text("one two", "one ")
     # The marks are tokens, or the first one is known with its last token.
     first = len(tokenizer.encode("<think>", add_special_tokens=False))
     assert stream.reasoning_tokens == len(inside) - first + 1
@@ -150,7 +153,7 @@ def test_a_grammar_begins_after_the_reasoning(
 ) -> None:
     tokenizer = Tokenizer(model)
     body = ChatCompletion.model_validate({"messages": [{"role": "user", "content": "a"}]} | fields)
-    grammar = request_grammar(body, tokenizer, HermesFormat() if "tools" in fields else None, thinking)
+    grammar = request_grammar(body, tokenizer, MarkedFormat(HermesFormat()), thinking)
     assert grammar is not None
 
     def follows(text: str) -> bool:

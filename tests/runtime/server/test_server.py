@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.server.scripted import Server, run
+from tilerank.loader.chat.template import ReasoningStart
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.events import TokenEvent
@@ -24,9 +25,8 @@ from tilerank.runtime.server.apis.completions.body import Completion
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter, TextFormatter
 from tilerank.runtime.server.chat.deltas import Delta
 from tilerank.runtime.server.chat.messages import Message
-from tilerank.runtime.server.chat.reasoning import ReasoningStart
 from tilerank.runtime.server.chat.request import ChatCompletion
-from tilerank.runtime.server.chat.text import TextStream
+from tilerank.runtime.server.chat.text import StopStrings, TextStream
 from tilerank.runtime.server.chat.text_encoder import DirectTextEncoder
 from tilerank.runtime.server.http.body import validation_error
 from tilerank.runtime.server.link.messages import Cancel, Submit, ToEngine, engine_inbox
@@ -35,13 +35,14 @@ TOKENIZER = Tokenizer(DEMO)
 
 
 def texts(ids: list[int], stop: list[str]) -> tuple[list[str], bool]:
-    stream = TextStream(TOKENIZER.stream(), stop)
+    stops = StopStrings(stop)
+    stream = TextStream(TOKENIZER.stream(), stops)
     pieces = []
     for id in ids:
         pieces.append(stream.push(id).answer)
-        if stream.stopped:
+        if stops.stopped:
             return pieces, True
-    return [*pieces, stream.flush().answer], stream.stopped
+    return [*pieces, stream.flush().answer], stops.stopped
 
 
 @settings(deadline=None)
@@ -111,7 +112,7 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
             "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
         }
     )
-    rendered = message.for_template(parts=False)
+    rendered = message.for_template(parts=False, keeps_arguments=False)
     assert rendered["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
 
 

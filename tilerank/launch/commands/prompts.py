@@ -215,14 +215,14 @@ class _PromptEncoder:
 
     @cached_property
     def _conversations(self) -> "PromptBuilder":
+        from tilerank.runtime.server.chat.formats import answer_format
         from tilerank.runtime.server.chat.prompts import PromptBuilder
         from tilerank.runtime.server.chat.text_encoder import DirectTextEncoder
-        from tilerank.runtime.server.chat.tools.formats import tool_format
 
-        format = tool_format(self._tokenizer, family_of(self._card.model_type).tool_calls)
+        format = answer_format(self._tokenizer, family_of(self._card.model_type).tool_calls).tool_format
         model, encoder = str(self._tokenizer.model_dir), DirectTextEncoder(self._tokenizer)
         return PromptBuilder(
-            self._tokenizer, model, format, self._processor, encoder, lambda: self._card.context_length
+            self._tokenizer, model, format, self._processor, encoder, lambda: self._card.context_length, {}
         )
 
     async def _conversation(self, messages: Sequence[dict[str, Any]], folder: Path) -> Prompt:

@@ -34,7 +34,7 @@ from ..host.placement import divide_placement
 from ..host.topology import read_topology
 from ..logs import say
 from ..options import model
-from ..options.arguments import seconds, whole_number
+from ..options.arguments import seconds, template_variables, whole_number
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
 from ..processes.status import Reached, StatusPipe
@@ -82,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument(
         "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
+    )
+    http.add_argument(
+        "--default-chat-template-kwargs",
+        type=template_variables,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template that requests leave out, such as a fixed date of gpt-oss",
     )
     http.add_argument(
         "--max-queued-requests",
@@ -323,7 +330,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.runtime.media.registry import family_of, load_processor, with_options
     from tilerank.runtime.protocol.speech_settings import voices_of
     from tilerank.runtime.server.apis.service import ServerSettings
-    from tilerank.runtime.server.chat.tools.formats import tool_format
+    from tilerank.runtime.server.chat.formats import answer_format
 
     from ..serving.grammar_trial import GrammarTrial
     from ..serving.http_process import Http, run
@@ -340,12 +347,13 @@ def _run_http_process(args: argparse.Namespace) -> int:
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
         _sampling(model_dir),
-        tool_format(tokenizer, family_of(card.model_type).tool_calls),
+        answer_format(tokenizer, family_of(card.model_type).tool_calls),
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
         TextProcesses(tokenizer),
         _weights(options, card),
         voices_of(card),
+        args.default_chat_template_kwargs,
     )
     status = StatusPipe.inherited()
     status.send(Reached("listening"))

@@ -1,14 +1,15 @@
 """The parser of the command line: errors in one sentence, the nearest name for an unknown one, --config files, and the
-types of numbers."""
+types of values."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import LaunchError
 from ..logs import say
@@ -126,6 +127,17 @@ def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def template_variables(text: str) -> dict[str, Any]:
+    """An argparse type: variables of the chat template, a JSON object of texts, numbers, booleans and null."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or any(isinstance(value, dict | list) for value in found.values()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object of texts, numbers, booleans and null")
+    return found
 
 
 def real_number(accepts: Callable[[float], bool], what: str) -> Callable[[str], float]:

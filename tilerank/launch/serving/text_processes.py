@@ -10,17 +10,17 @@ from pathlib import Path
 
 import msgspec
 
-from tilerank.loader.chat import MAX_TEXT
+from tilerank.loader.chat.jinja import MAX_TEXT
+from tilerank.loader.chat.template import ReasoningStart, Rendered, Segment
 from tilerank.loader.files import show
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.server.chat.reasoning import ReasoningStart
 from tilerank.runtime.server.chat.text_encoder import (
     Cause,
     Conversation,
-    Rendered,
     TemplateFacts,
     TextError,
     encode,
+    encode_rendered,
     render,
     template_facts,
 )
@@ -77,8 +77,12 @@ class FoundFacts(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class FoundText(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The text of a conversation. thinking: the name of a ReasoningStart."""
 
-    text: str
+    segments: list[Segment]
     thinking: str
+
+    @property
+    def rendered(self) -> Rendered:
+        return Rendered(self.segments, ReasoningStart[self.thinking])
 
 
 class FoundTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -124,13 +128,13 @@ class TextProcesses:
     async def render(self, conversation: Conversation) -> Rendered:
         answer = await self._ask(RenderChat(msgspec.json.encode(conversation)))
         assert isinstance(answer, FoundText), answer
-        return Rendered(answer.text, ReasoningStart[answer.thinking])
+        return answer.rendered
 
     async def encode_chat(self, conversation: Conversation) -> tuple[list[int], ReasoningStart]:
         add_special_tokens = conversation.add_special_tokens
         answer = await self._ask(EncodeChat(msgspec.json.encode(conversation)))
         if isinstance(answer, FoundText):
-            return encode(self._tokenizer, [answer.text], add_special_tokens)[0], ReasoningStart[answer.thinking]
+            return encode_rendered(self._tokenizer, answer.rendered, add_special_tokens), answer.rendered.thinking
         assert isinstance(answer, FoundTokens), answer
         return _unpacked(answer.ids[0]), ReasoningStart[answer.thinking]
 
@@ -184,11 +188,11 @@ def _answer(tokenizer: Tokenizer, question: Question) -> Answer:
     if isinstance(question, EncodeTexts):
         return FoundTokens(_packed(encode(tokenizer, question.texts, question.add_special_tokens)))
     conversation = _conversations.decode(question.conversation)
-    text, thinking = render(tokenizer, conversation)
-    if isinstance(question, RenderChat) or _is_fast(tokenizer, [text]):
-        return FoundText(text, thinking.name)
-    ids = encode(tokenizer, [text], conversation.add_special_tokens)
-    return FoundTokens(_packed(ids), thinking.name)
+    rendered = render(tokenizer, conversation)
+    if isinstance(question, RenderChat) or _is_fast(tokenizer, [rendered.text]):
+        return FoundText(list(rendered.segments), rendered.thinking.name)
+    ids = encode_rendered(tokenizer, rendered, conversation.add_special_tokens)
+    return FoundTokens(_packed([ids]), rendered.thinking.name)
 
 
 def _is_fast(tokenizer: Tokenizer, texts: Sequence[str]) -> bool:

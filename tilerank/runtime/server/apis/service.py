@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     ExitStack,
@@ -11,14 +11,15 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pydantic
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from tilerank.loader.chat.template import ReasoningStart
 from tilerank.loader.generation_config import SamplingDefaults
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -26,17 +27,16 @@ from ...media.decoder import DecodedMedium
 from ...media.messages import MediaSource
 from ...protocol.errors import MediaError, RequestError
 from ...protocol.prompt import Prompt
+from ..chat.answer_format import AnswerFormat, AnswerReader, schemas_of
 from ..chat.deltas import Delta
 from ..chat.generation import Generation
 from ..chat.grammars import request_grammar
+from ..chat.marked import PLAIN_TEXT, MarkedReader
 from ..chat.media import MediaReader
 from ..chat.messages import Message
 from ..chat.prompts import ChatPrompt, PromptBuilder
-from ..chat.reasoning import ReasoningStart
 from ..chat.request import ChatCompletion, Sampling, TemplateRequest
 from ..chat.text_encoder import DirectTextEncoder, TextEncoder, TextError
-from ..chat.tools.format import ToolFormat
-from ..chat.tools.parser import ToolParser
 from ..http.body import MAX_BODY, MAX_MEDIA_BODY, parse_object, read_json, validation_error
 from ..http.errors import ApiError
 from ..http.json_values import MAX_NUMBERS, MAX_TOKEN_IDS
@@ -58,12 +58,13 @@ class ServerSettings:
     version: str  # of tilerank
     api_key: str | None  # that requests must have; None for none
     sampling: SamplingDefaults  # the values of fields that a request leaves out
-    tool_format: ToolFormat | None  # of the model's tool calls; None if their format is unknown
+    answer_format: AnswerFormat  # of the model's reasoning and tool calls
     check_grammar: Callable[[str], Awaitable[None]]  # raises RequestError for one that must not reach the engine
     media: MediaReader | None = None  # reads pictures, videos and sound; None if the model takes none
     encoder: TextEncoder | None = None  # renders and tokenises; None to do that in the event loop
     weights: str = "unknown"  # the format in which ranks hold them, such as bfloat16 or int4
     voices: tuple[str, ...] = ()  # with which the model speaks; none if it does not
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # those that a request leaves out
 
 
 class Service:
@@ -82,7 +83,13 @@ class Service:
         self._encoder = settings.encoder or DirectTextEncoder(tokenizer)
         self._end_token_ids: tuple[int, ...] | None = None  # known once a request needs them
         self.prompts = PromptBuilder(
-            tokenizer, settings.model, settings.tool_format, processor, self._encoder, lambda: self.context_length
+            tokenizer,
+            settings.model,
+            settings.answer_format.tool_format,
+            processor,
+            self._encoder,
+            lambda: self.context_length,
+            settings.template_variables,
         )
 
     @property
@@ -158,31 +165,37 @@ class Service:
 
         begun: tokens of the answer that are a part of the prompt. runs: False if only the prompt is needed.
         """
-        format, tools = self.settings.tool_format, chat.callable_tools
-        if tools and format is None:
+        format, tools = self.settings.answer_format, chat.callable_tools
+        if tools and not format.takes_tools:
             message = f"tools: the format of tool calls of {self.settings.model} is unknown"
             raise ApiError(400, message, param="tools")
         prompt, thinking = await self.prompt(chat.messages, chat.template, share)
         prompts = [Prompt(prompt.token_ids + list(begun)) if begun else prompt]
         del prompt  # pictures take much memory, and the client frees them once they are sent
-        grammar = await self.grammar(chat, format if tools else None, thinking) if runs else None
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        new_parser = partial(ToolParser, format, schemas) if tools and format is not None else None
-        return await self.generation_of(chat, prompts, grammar, thinking, new_parser)
+        grammar = await self.grammar(chat, format, thinking) if runs else None
+        new_reader = partial(format.new_reader, chat, self.tokenizer, thinking, schemas_of(tools))
+        return await self.generation_of(chat, prompts, grammar, new_reader)
 
     async def generation_of(
         self,
         body: Sampling,
         prompts: list[Prompt],
         grammar: str | None,
-        thinking: ReasoningStart = ReasoningStart.NEVER,
-        new_parser: Callable[[], ToolParser] | None = None,
+        new_reader: Callable[[], AnswerReader] | None = None,
     ) -> Generation:
-        """Return a Generation, for whose parameters see there."""
+        """Return a Generation, for whose parameters see there. new_reader: None for answers that are all text."""
         defaults, ends = self.settings.sampling, await self._ends()
         bad_words = await self.prompts.bad_words(body.bad_words)
         generation = Generation(
-            self.client, self.tokenizer, defaults, ends, body, prompts, grammar, bad_words, thinking, new_parser
+            self.client,
+            self.tokenizer,
+            defaults,
+            ends,
+            body,
+            prompts,
+            grammar,
+            bad_words,
+            new_reader or partial(MarkedReader, body, self.tokenizer),
         )
         body.drop_large_fields()
         return generation
@@ -198,7 +211,7 @@ class Service:
         return self._end_token_ids
 
     async def grammar(
-        self, body: Sampling, format: ToolFormat | None = None, thinking: ReasoningStart = ReasoningStart.NEVER
+        self, body: Sampling, format: AnswerFormat = PLAIN_TEXT, thinking: ReasoningStart = ReasoningStart.NEVER
     ) -> str | None:
         """Return the grammar of the answer; None if any text is allowed. Raises ApiError if it cannot be followed."""
         new_grammar = partial(request_grammar, body, self.tokenizer, format, thinking)

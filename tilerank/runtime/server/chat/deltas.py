@@ -4,16 +4,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from tilerank.loader.tokenizer import Tokenizer
-
 from ...protocol.events import SoundEvent, TokenEvent
 from ...protocol.params import Logprobs, Start
 from ..link.client import Progress
-from .reasoning import ReasoningStart, Text
+from .answer_format import AnswerReader, Part
 from .request import Sampling
-from .text import TextStream
 from .tools.calls import Piece
-from .tools.parser import ToolParser, split
 
 BYTES_OF_FRAME = 1920 * 2
 """Bytes of a frame of speech: 80 ms of 16-bit samples, which usage counts as one token."""
@@ -89,29 +85,25 @@ class Delta:
 class ChoiceDeltas:
     """The deltas of choice `index` of a request.
 
-    prompt_ids: of its prompt, empty unless the request needs them. echo: text with which the answer begins. thinking:
-    how it begins. parser: finds tool calls; None if there are no tools to call. usage: of the request.
+    reader: of its tokens. prompt_ids: of its prompt, empty unless the request needs them. echo: text with which the
+    answer begins. usage: of the request.
     """
 
     def __init__(
         self,
         index: int,
         body: Sampling,
-        tokenizer: Tokenizer,
+        reader: AnswerReader,
         prompt_ids: Sequence[int],
         echo: str,
-        thinking: ReasoningStart,
-        parser: ToolParser | None,
         usage: Usage,
     ) -> None:
         self._index = index
         self._body = body
         self._prompt_ids = prompt_ids
         self._echo = echo
-        self._parser = parser
+        self._reader = reader
         self._usage = usage
-        tokens = tokenizer.stream(special=not body.skip_special_tokens)
-        self._text = TextStream(tokens, body.stop_strings, thinking, body.min_tokens, body.keeps_stop)
         self._text_end: str | None = None  # the finish_reason of a text that is still being spoken
         self._pending: list[TokenEvent] = []  # tokens whose text is still held back
         self._ids: list[int] = []
@@ -128,7 +120,7 @@ class ChoiceDeltas:
                     if delta.finish_reason is not None:
                         return
         # Tokens end without a finish_reason if the grammar allows no further token.
-        yield self._opened(self._delta(self._text.flush(), "stop"))
+        yield self._opened(self._delta(self._reader.flush(cut=False), "stop"))
 
     def _take(self, event: Progress) -> Delta | None:
         """Return the delta of an event, if there is anything that no later event can change."""
@@ -142,31 +134,33 @@ class ChoiceDeltas:
         return None if event.finish_reason is None else Delta(self._index, (), (), event.finish_reason)
 
     def _take_token(self, event: TokenEvent) -> Delta | None:
-        body, reason, text = self._body, event.finish_reason, Text()
+        body, reason, reader, part = self._body, event.finish_reason, self._reader, Part()
         self._usage.text_tokens += 1
         self._ids.append(event.token_id)
         if reason != "stop" or body.echoes:  # clients that want an echo count the tokens
             self._pending.append(event)
         if reason != "stop" or body.keeps_stop:
-            before = self._text.reasoning_tokens
-            text = self._text.push(event.token_id)
-            self._usage.reasoning_tokens += self._text.reasoning_tokens - before
-        if reason is not None and not self._text.stopped:
-            text += self._text.flush()
-        if self._text.stopped:
+            before = reader.reasoning_tokens
+            part = reader.push(event.token_id)
+            self._usage.reasoning_tokens += reader.reasoning_tokens - before
+        if reader.stops.stopped:
             reason = "stop"
-        if not text and reason is None:
+        if reason is not None:
+            part += reader.flush(cut=reason == "length")
+        if reader.stops.stopped:  # the rest had a stop string
+            reason = "stop"
+        if not part and reason is None:
             return None
         if body.speech is not None:
             self._text_end, reason = reason, None
-        return self._delta(text, reason)
+        return self._delta(part, reason)
 
-    def _delta(self, text: Text, reason: str | None) -> Delta:
-        pieces = tuple(split(self._parser, text.answer, reason))
+    def _delta(self, part: Part, reason: str | None) -> Delta:
         tokens, self._pending = tuple(self._pending), []
         ids, self._ids = tuple(self._ids), []
-        reasoning = text.reasoning if self._body.shows_reasoning else ""
-        return Delta(self._index, pieces, tokens, reason, reasoning, ids, stop_string=self._text.stop_string)
+        reasoning = part.reasoning if self._body.shows_reasoning else ""
+        stop_string = self._reader.stops.stop_string
+        return Delta(self._index, part.pieces, tokens, reason, reasoning, ids, stop_string=stop_string)
 
     def _opened(self, delta: Delta) -> Delta:
         """Return a delta, the first one with its opening and with the echo of the prompt if it is wanted."""

@@ -13,11 +13,10 @@ from tilerank.loader.tokenizer import Tokenizer
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
 from ..link.client import EngineClient, EngineGoneError, OverloadedError, RefusedError
+from .answer_format import AnswerReader
 from .deltas import ChoiceDeltas, Delta, Usage
 from .params import final_prompt, sampling_params, seeds
-from .reasoning import ReasoningStart
 from .request import Sampling
-from .tools.parser import ToolParser
 
 MAX_CHOICES = 128
 
@@ -27,9 +26,8 @@ class Generation:
 
     ends: tokens that end an answer, beside those that the engine has of the model's configuration.
 
-    prompts: is emptied, because pictures take much memory. grammar, bad_words: as in SamplingParams. thinking: how the
-    answers begin. new_parser: makes what finds tool calls in a choice; None if there are no tools to call. Raises
-    ApiError if the request cannot run.
+    prompts: is emptied, because pictures take much memory. grammar, bad_words: as in SamplingParams. new_reader: makes
+    the reader of a choice. Raises ApiError if the request cannot run.
 
     body: without messages, once the request runs. is_stopped: set if no further delta is needed.
     """
@@ -43,9 +41,8 @@ class Generation:
         body: Sampling,
         prompts: list[Prompt],
         grammar: str | None,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        thinking: ReasoningStart = ReasoningStart.NEVER,
-        new_parser: Callable[[], ToolParser] | None = None,
+        bad_words: tuple[tuple[int, ...], ...],
+        new_reader: Callable[[], AnswerReader],
     ) -> None:
         if client.state is None:
             raise ApiError(503, "The engine is not ready.", code="engine_gone")
@@ -61,8 +58,7 @@ class Generation:
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in final))
         self.is_stopped = False
         self._client = client
-        self._thinking = thinking
-        self._new_parser = new_parser
+        self._new_reader = new_reader
         needs_ids = body.return_token_ids or body.echoes or body.scores is not None
         self._prompt_ids = [list(prompt.token_ids) if needs_ids else [] for prompt in final]
         self._submissions = []
@@ -116,8 +112,7 @@ class Generation:
         body, number = self.body, index // self.body.n
         prompt_ids = self._prompt_ids[number]
         echo = (body.prompt_text(number) or self.tokenizer.decode(prompt_ids)) if body.echoes else ""
-        parser = self._new_parser() if self._new_parser else None
-        return ChoiceDeltas(index, body, self.tokenizer, prompt_ids, echo, self._thinking, parser, self.usage)
+        return ChoiceDeltas(index, body, self._new_reader(), prompt_ids, echo, self.usage)
 
 
 @contextmanager

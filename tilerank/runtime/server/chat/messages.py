@@ -67,16 +67,17 @@ class Message(Body):
     tool_calls: Annotated[ListOf[EarlierCall], Field(max_length=128)] | None = None
     audio: EarlierSpeech | None = None
 
-    def for_template(self, parts: bool) -> dict[str, Any]:
+    def for_template(self, parts: bool, keeps_arguments: bool) -> dict[str, Any]:
         """Return the message for the chat template.
 
         parts: does the template accept content in parts? Text parts become one string for templates that do not.
+        keeps_arguments: does it take the arguments of calls as they are? For others they become objects.
         """
         # Templates add the content to other texts, which fails for none.
         message = {"content": ""} | self.model_dump(exclude={"audio"}, exclude_none=True)
         if isinstance(self.content, list) and not parts:
             message["content"] = "\n".join(part.text for part in self.content if isinstance(part, TextPart))
-        for call in self.tool_calls or []:
+        for call in () if keeps_arguments else self.tool_calls or ():
             call.function.arguments = _object(call.function.arguments)
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]

@@ -1,11 +1,12 @@
 """Builds the prompts of requests: text and messages in, token ids and media out."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from tilerank.loader.chat import MAX_TEXT
+from tilerank.loader.chat.jinja import MAX_TEXT
+from tilerank.loader.chat.template import ChatTemplate, ReasoningStart
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -16,7 +17,6 @@ from ...protocol.errors import MediaError
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
 from .messages import Message, TextPart
-from .reasoning import ReasoningStart
 from .request import ReasoningEffort, TemplateOptions, TemplateRequest
 from .text_encoder import MAX_TOKENS, Conversation, TextEncoder, TextError
 from .tools.format import ToolFormat
@@ -42,7 +42,7 @@ class PromptBuilder:
 
     model: its name in messages. format: of the model's tool calls. processor: of pictures, videos and sound; None for a
     model that reads text only. encoder: renders and tokenises. context_length: returns the most tokens of a prompt;
-    None if they are not known yet.
+    None if they are not known yet. defaults: variables of the chat template that requests leave out.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class PromptBuilder:
         processor: Processor | None,
         encoder: TextEncoder,
         context_length: Callable[[], int | None],
+        defaults: Mapping[str, Any],
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
@@ -60,6 +61,7 @@ class PromptBuilder:
         self._processor = processor
         self._encoder = encoder
         self._context_length = context_length
+        self._defaults = dict(defaults)
 
     async def from_texts(
         self, prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool = True
@@ -90,26 +92,27 @@ class PromptBuilder:
         processor = self._processor
         if processor is None:
             _refuse_media(messages, self._model)
-            plain = [message.for_template(parts=False) for message in messages]
-            messages.clear()
             with self._text_errors("messages"):
+                keeps_arguments = self._template().keeps_arguments
+                plain = [message.for_template(False, keeps_arguments) for message in messages]
+                messages.clear()
                 ids, thinking = await self._encoder.encode_chat(await self._conversation(plain, request))
             return ChatPrompt(Prompt(ids), thinking)
         if request.options.add_special_tokens:
             message = "add_special_tokens: chats of a model that takes pictures have those of the template alone"
             raise ApiError(400, message, param="add_special_tokens")
         plain, sources = split_media(
-            [message.for_template(parts=True) for message in messages],
+            [message.for_template(parts=True, keeps_arguments=False) for message in messages],
             processor.placeholders,
             request.options.hears_videos,
         )
         messages.clear()
         with self._text_errors("messages"):
-            text, thinking = await self._encoder.render(await self._conversation(plain, request))
+            rendered = await self._encoder.render(await self._conversation(plain, request))
             media = await read(sources)
             # Without the special tokens of the tokenizer: templates print them where the model needs them.
-            [ids] = await self._encoder.encode([processor.write(text, media)], add_special_tokens=False)
-        return ChatPrompt(await asyncio.to_thread(_with_digests, processor, ids, media), thinking)
+            [ids] = await self._encoder.encode([processor.write(rendered.text, media)], add_special_tokens=False)
+        return ChatPrompt(await asyncio.to_thread(_with_digests, processor, ids, media), rendered.thinking)
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
         """Return the token ids of texts. param: the field of the request that they come from."""
@@ -177,11 +180,11 @@ class PromptBuilder:
         if reserved:
             raise ApiError(400, f"chat_template_kwargs: {min(reserved)} cannot be set", param="chat_template_kwargs")
         turns, chosen, described = await self._known_turns(messages), variables, ""
-        if tools or variables or effort is not None or options.adds_variables:
+        if tools or variables or self._defaults or effort is not None or options.adds_variables:
             facts = await self._encoder.facts()
             known = facts.variables if tools is None else facts.tool_variables
-            chosen = _with_effort(_renamed_switch(variables, known), effort, known, self._model)
-            chosen = chosen | _option_variables(options, known, self._model)
+            chosen = _with_effort(_renamed_switch(variables, known), effort, known, facts.efforts, self._model)
+            chosen = _renamed_switch(self._defaults, known) | chosen | _option_variables(options, known, self._model)
             if tools and self._format is not None and "tools" not in known:
                 described = self._format.describe(tools).strip()
                 turns = _with_tools(turns, described)
@@ -194,7 +197,7 @@ class PromptBuilder:
 
     async def _known_turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Return the messages in roles that the template has, with tool calls as text for one that has none."""
-        if any(message["role"] == "developer" for message in messages) and "developer" not in self._template_source():
+        if any(message["role"] == "developer" for message in messages) and "developer" not in self._template().source:
             messages = [_in_role(message, "system" if message["role"] == "developer" else None) for message in messages]
         has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
         if not has_calls or self._format is None:
@@ -203,9 +206,9 @@ class PromptBuilder:
             return self._format.with_ids(messages)
         return [_without_calls(message, self._format) for message in messages]
 
-    def _template_source(self) -> str:
+    def _template(self) -> ChatTemplate:
         try:
-            return self._tokenizer.chat_template.source
+            return self._tokenizer.chat_template
         except TokenizerError as e:
             raise TextError("no template") from e
 
@@ -261,22 +264,30 @@ def _renamed_switch(variables: dict[str, Any], known: frozenset[str]) -> dict[st
 
 
 def _with_effort(
-    variables: dict[str, Any], effort: ReasoningEffort | None, known: frozenset[str], model: str
+    variables: dict[str, Any],
+    effort: ReasoningEffort | None,
+    known: frozenset[str],
+    efforts: Sequence[str],
+    model: str,
 ) -> dict[str, Any]:
-    """Return the variables with that of `reasoning_effort`. "none" turns reasoning off where there is a switch."""
+    """Return the variables with that of `reasoning_effort`. "none" turns reasoning off where there is a switch.
+
+    efforts: those that the template takes; none for any.
+    """
     if effort is None:
         return variables
     switch = next((name for name in _SWITCHES if name in known), None)
     chosen: dict[str, Any]
     if effort == "none" and switch is not None:
         chosen = {switch: False}
-    elif _EFFORT in known:
+    elif _EFFORT in known and (not efforts or effort in efforts):
         chosen = {_EFFORT: effort}
     else:
+        taken = f"takes {', '.join(efforts)}, found '{effort}'" if efforts else "takes no effort of reasoning"
         allowed = f"; it can only turn it off: expected 'none', found '{effort}'" if switch is not None else ""
         raise ApiError(
             400,
-            f"{_EFFORT}: the chat template of {model} takes no effort of reasoning{allowed}",
+            f"{_EFFORT}: the chat template of {model} {taken}{allowed}",
             param=_EFFORT,
             code="unsupported_parameter",
         )

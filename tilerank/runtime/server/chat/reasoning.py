@@ -6,32 +6,8 @@ reasoning off.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
-from tilerank.loader.tokenizer import Tokenizer
-
-BEGIN, END = "<think>", "</think>"
-
-
-class ReasoningStart(Enum):
-    """Where the reasoning of an answer begins."""
-
-    NEVER = "there is none"
-    OPTIONAL = "with <think>, if the answer begins with it"
-    OPENED = "with the answer, because the prompt ends with <think>"
-
-
-def thinking_after(prompt: str, tokenizer: Tokenizer) -> ReasoningStart:
-    """Return how the answer to `prompt`, the text of a conversation, begins.
-
-    A model whose vocabulary has no marks of reasoning never begins it by itself.
-    """
-    end = prompt.rstrip()
-    if end.endswith(BEGIN):
-        return ReasoningStart.OPENED
-    if end.endswith(END) or tokenizer.token_id(BEGIN) is None or tokenizer.token_id(END) is None:
-        return ReasoningStart.NEVER
-    return ReasoningStart.OPTIONAL
+from tilerank.loader.chat.template import BEGIN, END, ReasoningStart
 
 
 @dataclass(frozen=True)

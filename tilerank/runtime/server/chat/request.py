@@ -15,6 +15,7 @@ MAX_TOKENS = 1 << 20
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TemplateVariables = Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), FIRST_ERROR]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -158,6 +159,14 @@ class Function(Body):
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """The schema of the arguments, which are an object. Raises ApiError if the parameters are something else."""
+        schema = _NO_PARAMETERS if self.parameters is None else self.parameters
+        if schema.get("type", "object") != "object":
+            raise ApiError(400, f"tools: the parameters of {self.name} must have type object", param="tools")
+        return {"type": "object"} | schema
 
 
 class Tool(Body):

@@ -3,13 +3,13 @@
 The process of launch/serving/text_processes.py imports this file, which therefore imports no library of servers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
+from tilerank.loader.chat.template import ReasoningStart, Rendered
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
-
-from .reasoning import BEGIN, END, ReasoningStart, thinking_after
 
 MAX_TOKENS = 1 << 20
 """Tokens of the texts of a request together."""
@@ -43,22 +43,16 @@ class Conversation(NamedTuple):
     longest: int
 
 
-class Rendered(NamedTuple):
-    """The text of a conversation. thinking: how the answer to it begins."""
-
-    text: str
-    thinking: ReasoningStart
-
-
 class TemplateFacts(NamedTuple):
     """What is known of the chat templates of a model.
 
-    variables, tool_variables: that the template for messages without and with tools reads. takes_calls, after_answer:
-    see ChatTemplate.
+    variables, tool_variables: that the template for messages without and with tools reads. efforts, takes_calls,
+    after_answer: see ChatTemplate.
     """
 
     variables: frozenset[str]
     tool_variables: frozenset[str]
+    efforts: tuple[str, ...]
     takes_calls: bool
     after_answer: str
 
@@ -92,9 +86,8 @@ class DirectTextEncoder:
         return render(self._tokenizer, conversation)
 
     async def encode_chat(self, conversation: Conversation) -> tuple[list[int], ReasoningStart]:
-        text, thinking = render(self._tokenizer, conversation)
-        [ids] = encode(self._tokenizer, [text], conversation.add_special_tokens)
-        return ids, thinking
+        rendered = render(self._tokenizer, conversation)
+        return encode_rendered(self._tokenizer, rendered, conversation.add_special_tokens), rendered.thinking
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return encode(self._tokenizer, texts, add_special_tokens)
@@ -105,7 +98,7 @@ def template_facts(tokenizer: Tokenizer) -> TemplateFacts:
     try:
         template = tokenizer.chat_template
         without, with_tools = template.variables(None), template.variables([])
-        return TemplateFacts(without, with_tools, template.takes_calls, template.after_answer)
+        return TemplateFacts(without, with_tools, template.efforts, template.takes_calls, template.after_answer)
     except TokenizerError as e:
         raise _template_error(e) from e
 
@@ -113,29 +106,43 @@ def template_facts(tokenizer: Tokenizer) -> TemplateFacts:
 def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
     """Return the text of a conversation. Raises TextError."""
     try:
-        text = tokenizer.apply_chat_template(conversation.messages, **conversation.variables)
+        rendered = tokenizer.chat_template.render(conversation.messages, **conversation.variables)
     except TokenizerError as e:
         raise _template_error(e) from e
-    if conversation.described not in text:
+    if conversation.described not in rendered.text:
         raise TextError("tools")
-    if len(text) > conversation.longest:
-        raise TextError("characters", str(len(text)))
-    if conversation.variables.get("continue_final_message"):
-        # The last message is continued, and may end within its reasoning.
-        opened = text.rfind(BEGIN) > text.rfind(END)
-        return Rendered(text, ReasoningStart.OPENED if opened else ReasoningStart.NEVER)
-    return Rendered(text, thinking_after(text, tokenizer))
+    if (length := len(rendered.text)) > conversation.longest:
+        raise TextError("characters", str(length))
+    return rendered
+
+
+def encode_rendered(tokenizer: Tokenizer, rendered: Rendered, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of the text of a conversation. Raises TextError."""
+    with _token_errors():
+        ids = tokenizer.encode_segments(rendered.segments, add_special_tokens)
+    _check_count(len(ids))
+    return ids
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
     """Return the tokens of each text. Raises TextError."""
-    try:
+    with _token_errors():
         encoded = [tokenizer.encode(text, add_special_tokens) for text in texts]
+    _check_count(sum(map(len, encoded)))
+    return encoded
+
+
+@contextmanager
+def _token_errors() -> Iterator[None]:
+    try:
+        yield
     except TokenizerError as e:
         raise TextError("tokenizer", str(e)) from e
-    if (count := sum(map(len, encoded))) > MAX_TOKENS:
-        raise TextError("tokens", str(count))
-    return encoded
+
+
+def _check_count(tokens: int) -> None:
+    if tokens > MAX_TOKENS:
+        raise TextError("tokens", str(tokens))
 
 
 def _template_error(error: TokenizerError) -> TextError:

@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import ClassVar
 
 from tilerank.loader.tokenizer import Tokenizer
 
 from ...chat.deltas import Delta
 from ...chat.logprobs import TokenText, token_entries
-from ...chat.tools.calls import ToolCall
+from ...chat.tools.calls import MoreArguments, ToolCall
 from ..answer import Json
 
 
@@ -125,7 +126,8 @@ class ChatFormatter(Formatter):
 
     def choice(self, chunks: Sequence[Json]) -> Json:
         text, reasoning, calls = _parts(chunks)
-        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        content = text or (None if calls or reasoning else "")
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
         message |= reasoning_fields(reasoning)
         if calls:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
@@ -137,22 +139,34 @@ class ChatFormatter(Formatter):
         }
 
     def _content(self, delta: Delta) -> Json:
-        calls = [self._call(delta.index, piece) for piece in delta.pieces if isinstance(piece, ToolCall)]
+        calls = _joined([self._call(delta.index, piece) for piece in delta.pieces if not isinstance(piece, str)])
         content = reasoning_fields(delta.reasoning) | ({"content": delta.text} if delta.text else {})
         return content | ({"tool_calls": calls} if calls else {})
 
-    def _call(self, index: int, call: ToolCall) -> Json:
+    def _call(self, index: int, piece: ToolCall | MoreArguments) -> Json:
         number = self._num_calls.get(index, 0)
+        if isinstance(piece, MoreArguments):
+            return {"index": number - 1, "function": {"arguments": piece.text}}
         self._num_calls[index] = number + 1
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": number, "id": call.id, "type": "function", "function": function}
+        function = {"name": piece.name, "arguments": piece.arguments}
+        return {"index": number, "id": piece.id, "type": "function", "function": function}
 
 
 def _parts(chunks: Sequence[Json]) -> tuple[str, str, list[Json]]:
     """Return the text, the reasoning and the tool calls of the chunks of a chat."""
     deltas = [chunk["delta"] for chunk in chunks]
     text, reasoning = ("".join(one.get(field) or "" for one in deltas) for field in ("content", "reasoning_content"))
-    return text, reasoning, [call for one in deltas for call in one.get("tool_calls", [])]
+    return text, reasoning, _joined([call for one in deltas for call in one.get("tool_calls", [])])
+
+
+def _joined(calls: Sequence[Json]) -> list[Json]:
+    """Return the calls, with parts of one call that follow each other as one."""
+    joined: list[Json] = []
+    for _, group in groupby(calls, key=lambda call: call["index"]):
+        first, *rest = group
+        arguments = "".join(call["function"]["arguments"] for call in (first, *rest))
+        joined.append(first | {"function": first["function"] | {"arguments": arguments}})
+    return joined
 
 
 def reasoning_fields(text: str) -> Json:

@@ -1,11 +1,11 @@
 """Answers in the form of Anthropic's /v1/messages: content blocks, and the events that build them up."""
 
-import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...chat.deltas import Delta, Usage
 from ...chat.generation import Generation
-from ...chat.tools.calls import ToolCall
+from ...chat.tools.calls import MoreArguments, ToolCall, arguments_from_json
 from ...http.errors import ApiError
 from ..answer import Answer, Json, ServerSentEvent
 
@@ -13,6 +13,29 @@ UNSIGNED = "unsigned"
 """The signature of reasoning, which clients must send back. This server signs nothing."""
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _ERRORS |= {429: "rate_limit_error", 503: "overloaded_error"}
+
+
+@dataclass(frozen=True)
+class _Open:
+    """The block that is being written. kind: its type. block: as it begins. texts: what it is written in."""
+
+    kind: str
+    block: Json
+    texts: list[str] = field(default_factory=list)
+
+    def delta(self, text: str) -> Json:
+        """Return the delta of an event for new text."""
+        if self.kind == "tool_use":
+            return {"type": "input_json_delta", "partial_json": text}
+        return {"type": f"{self.kind}_delta", self.kind: text}
+
+    def whole(self) -> Json:
+        """Return the complete block. The input of a call that was cut off, or that is no object, is empty."""
+        text = "".join(self.texts)
+        if self.kind == "tool_use":
+            return self.block | {"input": arguments_from_json(text) or {}}
+        signature = {"signature": UNSIGNED} if self.kind == "thinking" else {}
+        return self.block | {self.kind: text} | signature
 
 
 class MessageAnswer(Answer):
@@ -31,7 +54,7 @@ class MessageAnswer(Answer):
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._open: tuple[str, list[str]] | None = None  # the type of the block that is being written, and its texts
+        self._open: _Open | None = None
         self._has_calls = False
         self._finish_reason: str | None = None
         self._stop_string: str | None = None
@@ -42,7 +65,13 @@ class MessageAnswer(Answer):
     def add(self, delta: Delta) -> list[ServerSentEvent]:
         events = self._write("thinking", delta.reasoning) if delta.reasoning else []
         for piece in delta.pieces:
-            events += self._call(piece) if isinstance(piece, ToolCall) else self._write("text", piece)
+            match piece:
+                case ToolCall():
+                    events += self._begin_call(piece)
+                case MoreArguments(text):
+                    events += self._append(text)
+                case _:
+                    events += self._write("text", piece)
         self._finish_reason, self._stop_string = delta.finish_reason, delta.stop_string
         return events
 
@@ -68,38 +97,36 @@ class MessageAnswer(Answer):
 
     def _write(self, kind: str, text: str) -> list[ServerSentEvent]:
         events = []
-        if self._open is None or self._open[0] != kind:
-            events = self._close()
-            self._open = (kind, [])
+        if self._open is None or self._open.kind != kind:
             block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
-            events.append(self._block_event("start", content_block=block))
-        self._open[1].append(text)
-        return [*events, self._block_event("delta", delta={"type": f"{kind}_delta", kind: text})]
+            events = self._begin(kind, block)
+        return [*events, *self._append(text)]
+
+    def _begin_call(self, call: ToolCall) -> list[ServerSentEvent]:
+        self._has_calls = True
+        events = self._begin("tool_use", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        return events + (self._append(call.arguments) if call.arguments else [])
+
+    def _begin(self, kind: str, block: Json) -> list[ServerSentEvent]:
+        """End the open block and begin another one."""
+        events = self._close()
+        self._open = _Open(kind, block)
+        return [*events, self._block_event("start", content_block=block)]
+
+    def _append(self, text: str) -> list[ServerSentEvent]:
+        assert self._open is not None
+        self._open.texts.append(text)
+        return [self._block_event("delta", delta=self._open.delta(text))]
 
     def _close(self) -> list[ServerSentEvent]:
         """End the open block."""
         if self._open is None:
             return []
-        (kind, texts), self._open = self._open, None
-        block: Json = {"type": kind, kind: "".join(texts)}
-        events = []
-        if kind == "thinking":
-            block["signature"] = UNSIGNED
-            events.append(self._block_event("delta", delta={"type": "signature_delta", "signature": UNSIGNED}))
+        opened, self._open = self._open, None
+        signed = {"type": "signature_delta", "signature": UNSIGNED}
+        events = [self._block_event("delta", delta=signed)] if opened.kind == "thinking" else []
         events.append(self._block_event("stop"))
-        self._message["content"].append(block)
-        return events
-
-    def _call(self, call: ToolCall) -> list[ServerSentEvent]:
-        events = self._close()
-        self._has_calls = True
-        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-        events += [
-            self._block_event("start", content_block=block),
-            self._block_event("delta", delta={"type": "input_json_delta", "partial_json": call.arguments}),
-            self._block_event("stop"),
-        ]
-        self._message["content"].append(block | {"input": json.loads(call.arguments)})
+        self._message["content"].append(opened.whole())
         return events
 
     def _block_event(self, what: str, **fields: Any) -> ServerSentEvent:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ...chat.deltas import Delta, Usage
 from ...chat.generation import Generation
 from ...chat.logprobs import TokenText, token_entries
-from ...chat.tools.calls import ToolCall
+from ...chat.tools.calls import MoreArguments, ToolCall
 from ...http.errors import ApiError
 from ..answer import Answer, Json, ServerSentEvent, as_json
 
@@ -52,6 +52,13 @@ class _Open(NamedTuple):
     logprobs: list[Any]  # as JSON
 
 
+class _OpenCall(NamedTuple):
+    """The call that is being written. item: as it begins. texts: of its arguments."""
+
+    item: Json
+    texts: list[str]
+
+
 class ResponseAnswer(Answer):
     """A response with one output item for the reasoning, each piece of text and each call.
 
@@ -80,6 +87,7 @@ class ResponseAnswer(Answer):
         self._on_end = on_end
         self._sequence = 0
         self._open: _Open | None = None
+        self._open_call: _OpenCall | None = None  # instead of the other
         self._logprobs: list[Any] = []  # of tokens whose text is still to be written
         self._finish_reason: str | None = None
 
@@ -93,10 +101,13 @@ class ResponseAnswer(Answer):
             self._logprobs = [] if delta.reasoning else entries
         events = self._write(self._reasoning, delta.reasoning) if delta.reasoning else []
         for piece in delta.pieces:
-            if isinstance(piece, ToolCall):
-                events += [*self._close("completed"), *self._call(piece)]
-            else:
-                events += self._write(_MESSAGE, piece)
+            match piece:
+                case ToolCall():
+                    events += [*self._close("completed"), *self._begin_call(piece)]
+                case MoreArguments(text):
+                    events += self._append_arguments(text)
+                case _:
+                    events += self._write(_MESSAGE, piece)
         return events
 
     def end(self) -> list[ServerSentEvent]:
@@ -142,6 +153,8 @@ class ResponseAnswer(Answer):
 
     def _close(self, status: str) -> list[ServerSentEvent]:
         """End the open item."""
+        if self._open_call is not None:
+            return self._end_call(self._open_call, status)
         if self._open is None:
             return []
         opened, self._open = self._open, None
@@ -156,22 +169,34 @@ class ResponseAnswer(Answer):
         self.response["output"].append(item)
         return events
 
-    def _call(self, call: ToolCall) -> list[ServerSentEvent]:
-        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
-        item |= {"arguments": call.arguments, "call_id": call.id, "name": call.name}
-        index = len(self.response["output"])
-        where = {"item_id": item["id"], "output_index": index}
+    def _begin_call(self, call: ToolCall) -> list[ServerSentEvent]:
+        self._logprobs = []
+        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
+        item |= {"arguments": "", "call_id": call.id, "name": call.name}
+        self._open_call = _OpenCall(item, [])
+        events = [self._item_event("added", item)]
+        return events + (self._append_arguments(call.arguments) if call.arguments else [])
+
+    def _append_arguments(self, text: str) -> list[ServerSentEvent]:
+        assert self._open_call is not None
+        self._logprobs = []
+        self._open_call.texts.append(text)
+        return [self._call_event("delta", self._open_call, {"delta": text})]
+
+    def _end_call(self, opened: _OpenCall, status: str) -> list[ServerSentEvent]:
+        arguments = "".join(opened.texts)
+        item = opened.item | {"status": status, "arguments": arguments}
         events = [
-            self._item_event("added", item | {"status": "in_progress", "arguments": ""}),
-            self._event("response.function_call_arguments.delta", where | {"delta": call.arguments}),
-            self._event(
-                "response.function_call_arguments.done", where | {"arguments": call.arguments, "name": call.name}
-            ),
+            self._call_event("done", opened, {"arguments": arguments, "name": item["name"]}),
             self._item_event("done", item),
         ]
-        self._logprobs = []
+        self._open_call = None
         self.response["output"].append(item)
         return events
+
+    def _call_event(self, what: str, opened: _OpenCall, fields: Json) -> ServerSentEvent:
+        where = {"item_id": opened.item["id"], "output_index": len(self.response["output"])}
+        return self._event(f"response.function_call_arguments.{what}", where | fields)
 
     def _lifecycle(self, name: str) -> ServerSentEvent:
         return self._event(name, {"response": self.response})

@@ -13,7 +13,7 @@ ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of the tool `name`. arguments: JSON text, as in the API."""
+    """A call of the tool `name`. arguments: JSON text, as in the API, or its beginning, before MoreArguments."""
 
     name: str
     arguments: str
@@ -24,7 +24,14 @@ class ToolCall:
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-Piece = str | ToolCall
+@dataclass(frozen=True)
+class MoreArguments:
+    """Text that continues the arguments of the last call."""
+
+    text: str
+
+
+Piece = str | ToolCall | MoreArguments
 """A part of an answer."""
 
 

@@ -106,12 +106,3 @@ class ToolParser:
 def _is_between(text: str) -> bool:
     """May this text stand between two calls without being said?"""
     return not text.strip(_SEPARATORS)
-
-
-def split(parser: ToolParser | None, text: str, reason: str | None) -> list[Piece]:
-    """Return the pieces that new text completes. parser: None if there are no tools to call. reason: why the answer
-    ends; None if more text may follow.
-    """
-    if parser is None:
-        return [text] if text else []
-    return parser.push(text) + (parser.flush(cut=reason == "length") if reason is not None else [])

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs of a model directory that turn messages into the text format of the model.
+"""The chat templates of a model directory: Jinja programs that turn messages into the text format of the model.
 
 The programs are untrusted: they run in Jinja's immutable sandbox, get plain JSON values only and read no files. They
 may take any time and memory, also while they are compiled. The environment is that of transformers
@@ -21,9 +21,10 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .errors import TokenizerError
-from .files import is_listed, read_json_object, read_text, show
-from .vocabularies.table import usual_chat_template
+from ..errors import TokenizerError
+from ..files import is_listed, read_json_object, read_text, show
+from ..vocabularies.table import usual_chat_template
+from .template import ChatTemplate, Rendered, Segment, thinking_after, thinking_inside
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"  # a file NAME.jinja for each further template
@@ -71,15 +72,16 @@ class _Template:
             raise TokenizerError(f"{self.where}: chat template {self.name} does not compile: {failure}") from failure
 
 
-class ChatTemplate:
+class JinjaTemplate(ChatTemplate):
     """The chat templates of a model directory, from files of their own, chat_template.json or tokenizer_config.json.
 
-    special_tokens: bos_token, eos_token, ...; variables of the templates. Methods raise TokenizerError for a template
-    that does not compile.
+    special_tokens: bos_token, eos_token, ...; variables of the templates. marks_reasoning: the vocabulary has both
+    marks of reasoning. Methods raise TokenizerError for a template that does not compile.
     """
 
-    def __init__(self, model_dir: Path, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, model_dir: Path, special_tokens: Mapping[str, str], marks_reasoning: bool) -> None:
         self._model_dir = model_dir
+        self._marks_reasoning = marks_reasoning
         self._special_tokens = dict(special_tokens)
         self._templates = {name: _Template(name, where, source) for name, (where, source) in _find(model_dir).items()}
 
@@ -103,14 +105,11 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         **variables: Any,
-    ) -> str:
-        """Return the text of a conversation.
+    ) -> Rendered:
+        """Return the text of a conversation (see ChatTemplate).
 
-        messages: the arguments of earlier tool calls are objects; a template that prints them as text gets their JSON.
-        add_generation_prompt: end the text with the beginning of the assistant's answer. continue_final_message: end it
-        with the text of the last message, so that the model continues this message. tools: if given, the template
-        named tool_use is used where there is one, as in transformers. variables: further variables of the template.
-        Raises TokenizerError with the template's own message if it refuses the messages.
+        messages: a template that prints the arguments of earlier tool calls as text gets their JSON. tools: if given,
+        the template named tool_use is used where there is one, as in transformers.
         """
         template = self._template(self._name(tools))
         calls = any(message.get("tool_calls") for message in messages)
@@ -124,7 +123,10 @@ class ChatTemplate:
             cause = failure.__cause__
             message = f"{template.where}: chat template {template.name} refused the messages: {cause}"
             raise TokenizerError(message) from cause
-        return _cut(text, messages[-1]["content"]) if continue_final_message else text
+        if continue_final_message:
+            text = _cut(text, messages[-1]["content"])
+            return Rendered([Segment(text, True)], thinking_inside(text))
+        return Rendered([Segment(text, True)], thinking_after(text, self._marks_reasoning))
 
     @cached_property
     def takes_calls(self) -> bool:
