@@ -100,8 +100,8 @@ def test_a_row_has_the_same_bits_in_every_batch(rung: str, dtype: torch.dtype, n
 def test_rows_around_every_panel_and_stripe(rung: str, dtype: torch.dtype, n: int, k: int) -> None:
     """The same bits for any number of rows and threads, with and without pairs of blocks.
 
-    Panels have 3 or 14 rows, stripes up to 224 rows and 16 blocks, parts 384 inputs (or 768); weights are expanded from
-    12 panels on.
+    Panels have up to 6 or 14 rows, stripes up to 224 rows and 16 blocks, parts of many rows 384 inputs (or 768); from 6
+    or 12 panels on, six tiles are multiplied at a time instead of one or two.
     """
     if rung == "reference":
         pytest.skip("has no blocks")
@@ -109,7 +109,7 @@ def test_rows_around_every_panel_and_stripe(rung: str, dtype: torch.dtype, n: in
     weight, turns = packed(plain, dtype), packed(in_turn(plain[: n // 64 * 32], plain[-(n // 64 * 32) :]), dtype)
     whole, gated = linear(x, weight, out_dtype=F32), linear(x, turns, activation="silu_mul")
     assert_close(whole, x, plain)
-    for threads, m in itertools.product((1, 3), (1, 2, 14, 15, 28, 29, 36, 168, 169, 222, 223, 224, 225, 449)):
+    for threads, m in itertools.product((1, 3), (1, 2, 7, 14, 15, 28, 29, 31, 36, 168, 169, 222, 223, 224, 225, 449)):
         core.start_pool(None, threads, spin=False)
         assert torch.equal(linear(x[:m], weight, out_dtype=F32), whole[:m]), f"{m} rows, {threads} threads"
         assert torch.equal(linear(x[:m], turns, activation="silu_mul"), gated[:m]), f"{m} rows, {threads} threads"

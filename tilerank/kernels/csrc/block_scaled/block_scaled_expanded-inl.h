@@ -22,7 +22,8 @@ template <int R, class Format>
                                              const float* input_sums, float* totals) {
   Vec sums[R][kVecs];
   load_sums<R>(begins ? nullptr : partial, sums);
-  add_units<R>(x, weight, units, NoPrefetch{}, sums);
+  NoPrefetch none;
+  add_units<R, 0>(x, weight, units, none, sums);
   ends ? scale.add(sums, input_sums, totals) : store_sums<R>(partial, sums);
 }
 

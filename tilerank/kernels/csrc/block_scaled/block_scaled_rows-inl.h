@@ -264,7 +264,7 @@ static void multiply_codes(const BlockScaledRows& rows, int64_t panel, const For
 
 // Cache blocking: the inputs of a stripe over a part of k, and its totals with a band of blocks, stay in the L2 cache.
 constexpr int64_t kStripePanels = kLanes == 16 ? 18 : 64, kBandBlocks = 8;
-constexpr int64_t kStripeRows = kStripePanels * kPanelRows;
+constexpr int64_t kStripeRows = kStripePanels * kWholeBlockRows;
 constexpr int64_t kBandInputs = 384;
 
 constexpr int64_t kPieceTiles = 4;  // tiles that are expanded at a time

@@ -8,7 +8,7 @@
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kMostRows = 16 * kPanelRows;
+constexpr int64_t kMostRows = 16 * kWholeBlockRows;
 
 template <class T>
 class ShiftedRows {
@@ -21,7 +21,8 @@ class ShiftedRows {
         before_((taps - 1) * dilation),
         m_(x.size[0] - before_),
         units_(units_of<T>(x.size[1])),
-        rows_(std::min(m_, std::clamp(kStripeBytes / (units_ * kUnit) - before_, 4 * int64_t{kPanelRows}, kMostRows))),
+        rows_(std::min(m_,
+                       std::clamp(kStripeBytes / (units_ * kUnit) - before_, 4 * int64_t{kWholeBlockRows}, kMostRows))),
         // An odd number of cache lines, so that the same rows of all units spread over the cache sets.
         stride_((blocks(rows_ + before_ + kPadding, 16) | 1) * 16) {}
 
@@ -50,11 +51,11 @@ class ShiftedRows {
   // Multiplies a packed stripe with a block of 32 outputs. emit(row, sums, count): of `count` rows, float[count][32]
   template <class Emit>
   void multiply(int64_t stripe, const Unit<T>* packed, const T* block, const Emit& emit) const {
-    const int64_t first = stripe * rows_, count = std::min(rows_, m_ - first), panels = blocks(count, kPanelRows);
-    alignas(64) float sums[kPanelRows * kBlockN];
+    const int64_t first = stripe * rows_, count = std::min(rows_, m_ - first), panels = blocks(count, kWholeBlockRows);
+    alignas(64) float sums[kWholeBlockRows * kBlockN];
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t row = count * panel / panels, rows = count * (panel + 1) / panels - row;
-      for_rows<kPanelRows>(rows, [&](auto r) { multiply_panel<r>(packed + row, block, sums); });
+      for_rows<kWholeBlockRows>(rows, [&](auto r) { multiply_panel<r>(packed + row, block, sums); });
       emit(first + row, sums, rows);
     }
   }

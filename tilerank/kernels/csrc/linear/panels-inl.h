@@ -3,16 +3,18 @@
 //
 // Rows are packed as panels of up to kPanelRows rows. A panel consists of units that one instruction broadcasts to all
 // lanes: one fp32 input or, on rungs that multiply pairs of bf16, a pair. A micro-kernel keeps the sums of a panel with
-// a block of 32 outputs in registers. Every sum accumulates over k in order, in one chain across all parts of k. The
-// order does not depend on the number of rows, so neither do the bits of a row.
+// a block of 32 outputs in registers, or with one half of it after the other. Every sum accumulates over k in order, in
+// one chain across all parts of k. The order does not depend on the number of rows, so neither do the bits of a row.
 
 #include "simd/transpose-inl.h"
 
 namespace tilerank::TR_RUNG {
 
-constexpr int kVecs = kBlockN / kLanes;            // vectors of a row's sums with a block
-constexpr int kPanelRows = kLanes == 16 ? 14 : 3;  // their sums, the weights and one input fill the registers
-constexpr int64_t kPartUnits = 384;                // units of a part of k: those of a panel stay in the L1 cache
+constexpr int kVecs = kBlockN / kLanes;  // vectors of a row's sums with a block
+// Rows of a panel. Their sums with two vectors of outputs, the weights and one input fill the registers.
+constexpr int kPanelRows = kLanes == 16 ? 14 : 6;
+constexpr int kWholeBlockRows = kLanes == 16 ? 14 : 3;  // the same with all vectors of a block
+constexpr int64_t kPartUnits = 384;                     // units of a part of k: those of a panel stay in the L1 cache
 
 #ifdef TR_BF16
 template <class T>
@@ -40,41 +42,36 @@ constexpr int64_t block_elements(int64_t k) {
   return std::is_same_v<T, float> ? k * kBlockN : blocks(k, kTileK) * 2 * kTile;
 }
 
-// Memory to prefetch during a product: `at` advances by `step` bytes with every unit.
+// Memory to prefetch during a product, `step` bytes for every line of weights.
 struct Prefetch {
   const char* at;
   int64_t step;
 
-  void fetch(int64_t units = 1) {
+  void fetch() {
     _mm_prefetch(at, _MM_HINT_T0);
-    _mm_prefetch(at + 64, _MM_HINT_T0);
-    at += step * units;
-  }
-  void fetch_half(int64_t units) {
-    _mm_prefetch(at, _MM_HINT_T0);
-    at += step * units / 2;
+    at += step;
   }
 };
 struct NoPrefetch {
-  void fetch(int64_t = 1) {}
-  void fetch_half(int64_t) {}
+  void fetch() {}
 };
 
-template <int R>
-static inline void load_sums(const float* from, Vec (&sums)[R][kVecs]) {
+// R rows of V vectors; the rows are float[32].
+template <int R, int V>
+static inline void load_sums(const float* from, Vec (&sums)[R][V]) {
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) sums[r][v] = from ? load(from + r * kBlockN + v * kLanes) : zero();
+    for (int v = 0; v < V; ++v) sums[r][v] = from ? load(from + r * kBlockN + v * kLanes) : zero();
   }
 }
 
-template <int R>
-static inline void store_sums(float* to, const Vec (&sums)[R][kVecs]) {
+template <int R, int V>
+static inline void store_sums(float* to, const Vec (&sums)[R][V]) {
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) store(to + r * kBlockN + v * kLanes, sums[r][v]);
+    for (int v = 0; v < V; ++v) store(to + r * kBlockN + v * kLanes, sums[r][v]);
   }
 }
 
@@ -88,41 +85,55 @@ static inline PairVec broadcast(uint32_t unit) { return {words(static_cast<int32
 static inline Vec fma(PairVec a, PairVec b, Vec c) { return add_dot(c, a.v, b.v); }
 #endif
 
+// Returns a * b + sum. With AVX2, in the register of the sum and at this place: GCC would move sums, and spill some of
+// them to broadcast several inputs first.
+template <class Operand>
+static inline Vec fma_in_place(Operand a, Operand b, Vec sum) {
+#ifdef TR_AVX2
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum.v) : "x"(a.v), "x"(b.v));
+  return sum;
+#else
+  return fma(a, b, sum);
+#endif
+}
+
 // sums += one unit of R rows x its weights; weight(v) loads vector v. Keeps the smaller operand in registers.
-template <int R, class U, class Weight>
-static inline void add_unit(const U* x, const Weight& weight, Vec (&sums)[R][kVecs]) {
-  if constexpr (R < kVecs) {
+template <int R, class U, class Weight, int V>
+static inline void add_unit(const U* x, const Weight& weight, Vec (&sums)[R][V]) {
+  if constexpr (R < V) {
     decltype(broadcast(*x)) inputs[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) inputs[r] = broadcast(x[r]);
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < V; ++v) {
       const auto w = weight(v);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sums[r][v] = fma(inputs[r], w, sums[r][v]);
     }
   } else {
-    decltype(weight(0)) w[kVecs];
+    decltype(weight(0)) w[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) w[v] = weight(v);
+    for (int v = 0; v < V; ++v) w[v] = weight(v);
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
       const auto input = broadcast(x[r]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(input, w[v], sums[r][v]);
+      for (int v = 0; v < V; ++v) sums[r][v] = fma_in_place(input, w[v], sums[r][v]);
     }
   }
 }
 
-// The overloads of add_units compute sums += units of R rows, x[unit][R], times the weights of 32 outputs.
+// The overloads of add_units compute sums += units of R rows, x[unit][R], times V vectors of the weights of 32 outputs,
+// from vector kFirst on.
 
 // fp32 weights, weight[unit][32 outputs]
-template <int R, class A>
-[[gnu::always_inline]] static inline void add_units(const float* x, const float* weight, int64_t units, A ahead,
-                                                    Vec (&sums)[R][kVecs]) {
+template <int R, int kFirst, int V, class A>
+[[gnu::always_inline]] static inline void add_units(const float* x, const float* weight, int64_t units, A& ahead,
+                                                    Vec (&sums)[R][V]) {
   for (int64_t i = 0; i < units; ++i, x += R, weight += kBlockN) {
     ahead.fetch();
-    add_unit<R>(x, [&](int v) { return load(weight + v * kLanes); }, sums);
+    if (V == kVecs) ahead.fetch();
+    add_unit<R>(x, [&](int v) { return load(weight + (kFirst + v) * kLanes); }, sums);
   }
 }
 
@@ -140,12 +151,27 @@ static inline Pair load_pair(const bf16* p) { return {load_ints(p)}; }
 #else
 using Pair = Two;
 static inline Pair load_pair(const bf16* p) { return load_pairs(p); }
+
+// load_pairs(p).b, loaded and masked from memory, because sums may leave no register to keep the pairs or the mask.
+static inline Vec load_second(const bf16* p) {
+#ifdef TR_AVX512
+  asm("" : "+r"(p));
+  return load_pairs(p).b;
+#else
+  alignas(32) static constexpr uint32_t kUpper[kLanes] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                                          0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+  Vec second;
+  asm("vmovdqu %1, %0\n\tvpand %2, %0, %0"
+      : "=x"(second.v)
+      : "m"(*reinterpret_cast<const uint16_t (*)[2 * kLanes]>(p)), "m"(kUpper));
+  return second;
+#endif
+}
 #endif
 
 // sums[r][v] += row r x a pair of inputs, for R rows.
-template <int R>
-[[gnu::always_inline]] static inline void add_pair(const Unit<bf16>* x, const Pair& pair, int v,
-                                                   Vec (&sums)[R][kVecs]) {
+template <int R, int V>
+[[gnu::always_inline]] static inline void add_pair(const Unit<bf16>* x, const Pair& pair, int v, Vec (&sums)[R][V]) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #ifdef TR_BF16
@@ -156,54 +182,72 @@ template <int R>
   }
 }
 
-// sums[R], from vector kFirst on, += R rows x one tile of a bf16 weight.
-template <int R, int kFirst, class A>
-[[gnu::always_inline]] static inline void add_tile(const Unit<bf16>* x, const bf16* tile, int64_t pairs, A& ahead,
-                                                   Vec (&sums)[R][kVecs]) {
-  for (const bf16 *pair = tile, *end = tile + pairs * 32; pair != end; pair += 32, x += R * kUnitsOfPair) {
-    ahead.fetch_half(kUnitsOfPair);
+// bf16 weights, at most the inputs of a tile
+template <int R, int kFirst, int V, class A>
+[[gnu::always_inline]] static inline void add_units(const Unit<bf16>* x, const bf16* weight, int64_t units, A& ahead,
+                                                    Vec (&sums)[R][V]) {
+  const bf16* const end = weight + units / kUnitsOfPair * 32;
+  for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnitsOfPair) {
+    ahead.fetch();
+    if (V == kVecs) ahead.fetch();
+    if constexpr (R * V <= kRowsInOrder) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs / 2; ++v) add_pair<R>(x, load_pair(pair + v * kLanes * 2), kFirst + v, sums);
-  }
-}
-
-// bf16 weights, pairs of tiles of 16 outputs
-template <int R, class A>
-[[gnu::always_inline]] static inline void add_units(const Unit<bf16>* x, const bf16* weight, int64_t units, A ahead,
-                                                    Vec (&sums)[R][kVecs]) {
-  constexpr int64_t kUnits = kUnitsOfPair;
-  for (int64_t first = 0; first < units; first += 16 * kUnits, weight += 2 * kTile) {
-    const int64_t pairs = std::min<int64_t>(16, (units - first) / kUnits);
-    if constexpr (R <= kRowsInOrder) {
-      add_tile<R, 0>(x, weight, pairs, ahead, sums);
-      add_tile<R, kVecs / 2>(x, weight + kTile, pairs, ahead, sums);
-      x += pairs * R * kUnits;
-      continue;
-    }
-    const bf16* const end = weight + pairs * 32;
-    for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnits) {
-      ahead.fetch(kUnits);
+      for (int v = 0; v < V; ++v) add_pair<R>(x, load_pair(vector_of_pair(pair, kFirst + v)), v, sums);
+    } else {
 #ifdef TR_BF16
-      add_unit<R>(x, [&](int v) { return load_pair(vector_of_pair(pair, v)); }, sums);
+      add_unit<R>(x, [&](int v) { return load_pair(vector_of_pair(pair, kFirst + v)); }, sums);
 #else
-      add_unit<R>(x, [&](int v) { return load_pairs(vector_of_pair(pair, v)).a; }, sums);
-      const bf16* again = pair;
-      asm("" : "+r"(again));  // forces a second load: no register is left to keep the first
-      add_unit<R>(x + R, [&](int v) { return load_pairs(vector_of_pair(again, v)).b; }, sums);
+      add_unit<R>(x, [&](int v) { return load_pairs(vector_of_pair(pair, kFirst + v)).a; }, sums);
+      add_unit<R>(x + R, [&](int v) { return load_second(vector_of_pair(pair, kFirst + v)); }, sums);
 #endif
     }
   }
 }
 
-// The micro-kernel: sums[R][32] = or, if `accumulate`, += R rows x a block, over `units` units.
+// Units of a tile of inputs.
+template <class W>
+constexpr int64_t kTileUnits = kPaired<W> ? kTileK / 2 : kTileK;
+
+// The micro-kernel: sums[R][32] = or, if `accumulate`, += R rows x a block, over `units` units, tile by tile. With few
+// rows, and where registers do not hold the sums with a whole block, one half of it is multiplied after the other.
 // Not inlined: the loops of its callers would cost it registers.
 template <int R, class U, class W>
 [[gnu::noinline]] static void multiply_panel(const U* x, const W* weight, int64_t units, float* sums, bool accumulate,
                                              Prefetch ahead) {
-  Vec s[R][kVecs];
-  load_sums<R>(accumulate ? sums : nullptr, s);
-  add_units<R>(x, weight, units, ahead, s);
-  store_sums<R>(sums, s);
+  constexpr int kHalf = kVecs / 2;
+  const auto for_tiles = [&](const auto& f) {
+    for (int64_t left = units; left > 0; left -= kTileUnits<W>) {
+      f(std::min(left, kTileUnits<W>));
+      x += kTileUnits<W> * R, weight += kTileK * kBlockN;
+    }
+  };
+  if constexpr (std::is_same_v<W, float> ? R <= kWholeBlockRows : kLanes == 16 && R > kRowsInOrder) {
+    Vec whole[R][kVecs];
+    load_sums(accumulate ? sums : nullptr, whole);
+    for_tiles([&](int64_t some) { add_units<R, 0>(x, weight, some, ahead, whole); });
+    store_sums(sums, whole);
+  } else if constexpr (R * kVecs <= 8) {
+    Vec first[R][kHalf], second[R][kHalf];
+    load_sums(accumulate ? sums : nullptr, first);
+    load_sums(accumulate ? sums + kBlockN / 2 : nullptr, second);
+    for_tiles([&](int64_t some) {
+      add_units<R, 0>(x, weight, some, ahead, first);
+      add_units<R, kHalf>(x, weight, some, ahead, second);
+    });
+    store_sums(sums, first);
+    store_sums(sums + kBlockN / 2, second);
+  } else {
+    for_tiles([&](int64_t some) {
+      Vec half[R][kHalf];
+      load_sums(accumulate ? sums : nullptr, half);
+      add_units<R, 0>(x, weight, some, ahead, half);
+      store_sums(sums, half);
+      load_sums(accumulate ? sums + kBlockN / 2 : nullptr, half);
+      add_units<R, kHalf>(x, weight, some, ahead, half);
+      store_sums(sums + kBlockN / 2, half);
+      accumulate = true;
+    });
+  }
 }
 
 // Calls f(R) with the compile-time constant R = rows, which is between 1 and `most`.
@@ -248,8 +292,8 @@ class RowPanels {
   static size_t bytes(int64_t m, int64_t k) { return static_cast<size_t>(m * units_of<T>(k)) * sizeof(Unit<T>); }
 
   // units: at least those of k; the units beyond k are zero.
-  RowPanels(void* memory, int64_t m, int64_t k, int64_t units = 0, int64_t part = kPartUnits,
-            int64_t most_rows = kPanelRows)
+  RowPanels(void* memory, int64_t m, int64_t k) : RowPanels(memory, m, k, 0, part_of(m, units_of<T>(k)), kPanelRows) {}
+  RowPanels(void* memory, int64_t m, int64_t k, int64_t units, int64_t part, int64_t most_rows)
       : m(m),
         units(std::max(units, units_of<T>(k))),
         part(part),
@@ -269,6 +313,13 @@ class RowPanels {
 
   int64_t first_row(int64_t panel) const { return m * panel / panels; }
   int64_t rows(int64_t panel) const { return first_row(panel + 1) - first_row(panel); }
+
+  // The units of a part of k whose inputs of all rows stay in the L2 cache, beside the weights that pass through it.
+  static int64_t part_of(int64_t m, int64_t units) {
+    constexpr int64_t kBytes = 288 << 10;
+    const int64_t most = std::max<int64_t>(kBytes / (m * static_cast<int64_t>(sizeof(Unit<T>))), kPartUnits);
+    return blocks(blocks(units, blocks(units, most)), kPartUnits) * kPartUnits;
+  }
 
   // Returns a panel's units from `unit` on; they are contiguous up to the end of the part.
   const Unit<T>* at(int64_t panel, int64_t unit) const {

@@ -23,7 +23,7 @@ class BlockScaledProduct {
   using Input = bf16;
   using Middle = bf16;
   using Rounds = float;
-  static constexpr int64_t kMemoryBoundRows = kPanelRows;
+  static constexpr int64_t kMemoryBoundRows = kWholeBlockRows;
 
   static size_t bytes(const ExpertsArgs<Weight>& a) {
     const int64_t rows = std::min(a.ids.size[0] * a.ids.size[1], kStripeRows);
