@@ -337,7 +337,7 @@ def test_nan_logits_give_valid_experts(rung: str) -> None:
         ({"gate_up": (3, 6, 8, 1)}, "after 2 parts of gate_up"),
         ({"gate_up_bias": torch.zeros(3, 12)}, r"moe: gate_up_bias: expected shape \[3, 64\], found \[3, 12\]"),
         ({"down_bias": torch.zeros(3, 32, dtype=BF16)}, "moe: down_bias: expected dtype float32"),
-        ({"activation": "gelu"}, "moe: activation: expected one of silu, swiglu_clamped, found 'gelu'"),
+        ({"activation": "gelu"}, "moe: activation: expected one of silu_mul, swiglu_clamped, found 'gelu'"),
     ],
 )
 def test_wrong_arguments_of_experts(rung: str, changes: dict[str, Any], message: str) -> None:

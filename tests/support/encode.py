@@ -20,6 +20,7 @@ from tiny import make_checkpoint
 from torch import Tensor
 
 _PROJECTIONS = re.compile(r"(?<!eh)_proj(_with_mqa|_qkv|_z)?\.weight$")
+_ALL_EXPERTS = re.compile(r"experts\.(gate_up|down)_proj$")
 _GATES = re.compile(r"in_proj_[ba]\.weight$")
 
 Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the last part of their name; the weight that they encode
@@ -38,8 +39,13 @@ def encode(
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
+        if layout == "mxfp4" and _ALL_EXPERTS.search(name):  # [experts, in, out]
+            parts, values = encoder(tensor.float().mT)
+            coded |= {f"{name}_{end}": part.contiguous() for end, part in parts.items()}
+            plain[name] = values.mT.contiguous()
+            continue
         chosen = _PROJECTIONS.search(name) or (gates and _GATES.search(name))
-        if tensor.ndim == 2 and chosen and not any(part in name for part in keep):
+        if layout != "mxfp4" and tensor.ndim == 2 and chosen and not any(part in name for part in keep):
             parts, plain[name] = encoder(tensor.float())
             coded |= {f"{module}.{end}": part.contiguous() for end, part in parts.items()}
         else:
@@ -253,6 +259,24 @@ def blockwise_int8(
     return encoder, config | ({"modules_to_not_convert": keep} if keep else {})
 
 
+def mxfp4(*, keep: list[str]) -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    """OpenAI's files of gpt-oss: experts alone, the first of two codes in the low bits of a byte."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def encoder(weight: Tensor) -> Encoded:
+        groups = torch.unflatten(weight, -1, (-1, 32))
+        exponents = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
+        steps = groups * (-exponents).exp2()
+        codes = (steps.abs()[..., None] - values).abs().argmin(-1)
+        dequantised = values[codes] * steps.sign() * exponents.exp2()
+        codes = (codes + 8 * (steps < 0)).to(torch.uint8)
+        blocks = codes[..., ::2] | codes[..., 1::2] << 4
+        return {"blocks": blocks, "scales": (exponents[..., 0] + 127).to(torch.uint8)}, dequantised.flatten(-2)
+
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head", *keep]
+    return encoder, {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+
+
 def _in_blocks(
     weight: Tensor, block: tuple[int, int], most: int, dtype: torch.dtype, powers: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,6 +332,7 @@ LAYOUTS: dict[str, Callable[..., tuple[Callable[[Tensor], Encoded], dict[str, An
     "packed": packed,
     "fp8-tensor": fp8_tensor,
     "fp8-compressed": fp8_compressed,
+    "mxfp4": mxfp4,
 }
 
 
@@ -375,6 +400,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "moe-fp8-tensor": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8-tensor", {}),
     "fp8-channel": ("llama3", PARTIAL, "fp8-compressed", {"scales": torch.bfloat16}),
     "fp8-compressed-block": ("qwen3", PARTIAL, "fp8-compressed", {"strategy": "block"}),
+    "moe-mxfp4": ("gpt_oss", {"vocab": 500, "layers": 2, "topk": 5}, "mxfp4", {}),
     "moe-fp8-channel": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8-compressed", {}),
 }
 

@@ -301,6 +301,29 @@ MOSS = Record(
     ),
 )
 
+GPT_OSS = Record(
+    "gpt_oss",
+    "reference_text",
+    # Experts of 7 and of 3 units of 32 columns; windows shorter and longer than a page, and than the chunks below.
+    {
+        "gpt-oss-8-2": tiny("gpt_oss", 1, (8, 2), vocab=777),
+        "gpt-oss-6-3": tiny(
+            "gpt_oss", 2, (6, 3), hidden=64, inter=96, vocab=500, layers=3, config={"sliding_window": 48}
+        ),
+    },
+    new_tokens=24,
+    prompts=(1, 21, 70),
+    seed=9,
+    starts=(
+        Start(1, SPLIT, ALL),
+        *(Start(tp, AUTO) for tp in (2, 3, 5)),
+        Start(6, PAD),
+        Start(2, AUTO, PLAIN, FP32),
+        Start(2, AUTO, dtypes=FP32, chunk_rows=(7, 37)),
+    ),
+    averaged=("gpt-oss-8-2", "gpt-oss-6-3"),
+)
+
 START, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 OMNI_CASES: dict[str, list[Any]] = {
     "text": [["text", f"{START}In the beginning{END}"]],
@@ -332,4 +355,4 @@ OMNI = Record(
     # Each rank rounds its part of each of the 8 sums of the tower of 3 layers: 1.07 to 1.10 times were seen.
     encodings=1.2,
 )
-RECORDS = (TEXT, QWEN35, DEEPSEEK, VISION, MLLAMA, MOSS, OMNI)
+RECORDS = (TEXT, QWEN35, DEEPSEEK, GPT_OSS, VISION, MLLAMA, MOSS, OMNI)

@@ -72,9 +72,9 @@ def _check_top_k(kernel: str, top_k: int, experts: int) -> None:
         raise KernelError(f"{kernel}: top_k: expected 1 to {experts} experts, found {top_k}")
 
 
-Gating = Literal["silu", "swiglu_clamped"]
+ExpertActivation = Literal["silu_mul", "swiglu_clamped"]
 
-_GATINGS: dict[str, int] = {"silu": 0, "swiglu_clamped": 1}
+_ACTIVATIONS: dict[str, int] = {"silu_mul": 0, "swiglu_clamped": 1}
 """Numbers of the enum in csrc/moe/experts-inl.h."""
 
 _MOE = {
@@ -100,7 +100,7 @@ def moe(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: Gating = "silu",
+    activation: ExpertActivation = "silu_mul",
 ) -> Tensor:
     """Return sum over each token's experts of weight * (down(h) + down_bias), h = activation(gate(x), up(x)).
 
@@ -108,8 +108,8 @@ def moe(
     [hidden, width] in the same format; ids: [m, k] int32, the experts of each token; weights: [m, k] float32.
     gate_up_bias, down_bias: float32 [experts, biases], padded to whole blocks of 32, those of gate and up in turn
     (`parallel.experts.ExpertsBias`); biases of gate and up are added before the activation.
-    activation: "silu", h = silu(gate) * up; or "swiglu_clamped" of gpt-oss, h = (u + 1) * g * sigmoid(1.702 * g) with
-    g = min(gate, 7) and u = up clamped to [-7, 7].
+    activation: "silu_mul", h = silu(gate) * up; or "swiglu_clamped" of gpt-oss, h = (u + 1) * g * sigmoid(1.702 * g)
+    with g = min(gate, 7) and u = up clamped to [-7, 7].
     Returns [m, hidden] in x.dtype.
     With float weights gate, up, silu and their product are rounded as in `linear` and `ops.silu_mul`. With quantised
     weights they stay in fp32 until the down projection rounds or quantises its inputs. The experts' outputs are fp32;
@@ -123,8 +123,8 @@ def moe(
             f"after 2 parts of gate_up, found {down.parts} of {down.experts} experts [{down.n}, {down.k}] "
             f"{down.weight.format} after {gate_up.parts}"
         )
-    if activation not in _GATINGS:
-        raise KernelError(f"moe: activation: expected one of {', '.join(_GATINGS)}, found {activation!r}")
+    if activation not in _ACTIVATIONS:
+        raise KernelError(f"moe: activation: expected one of {', '.join(_ACTIVATIONS)}, found {activation!r}")
     contract = _MOE[gate_up.weight.format.layout]
     contract.check(x, gate_up.weight, down.weight, ids, weights, gate_up.experts, width, 0, gate_up_bias, down_bias)
     if ids.shape[1] == 0:
@@ -144,5 +144,5 @@ def moe(
     # AMX kernels start every expert's rows at a new tile. Kernels that round to bfloat16 use half of the memory.
     rows = (pairs // TILE_ROWS + min(pairs, gate_up.experts)) * TILE_ROWS
     biases = gate_up_bias, down_bias
-    number = _GATINGS[activation]
+    number = _ACTIVATIONS[activation]
     return contract(x, gate_up.weight, down.weight, ids, weights, gate_up.experts, width, rows, *biases, number)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.moe import Gating, moe
+from tilerank.kernels.moe import ExpertActivation, moe
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats import Format, Weight
 
@@ -93,9 +93,9 @@ class ExpertsBias(PlainParameter):
         self.experts, self.n, self.parts = experts, n, parts
 
     def write(self, rows: Tensor, row: int) -> None:
-        """rows: [r, n * parts], of the experts from `row` on."""
-        padding = whole_tiles(self.n) - self.n
-        by_part = torch.nn.functional.pad(rows.reshape(-1, self.n, self.parts).transpose(1, 2), (0, padding))
+        """rows: [r, biases], of the experts from `row` on; with a padded cut, zeros follow those of each part."""
+        by_part = torch.unflatten(rows, 1, (-1, self.parts)).transpose(1, 2)
+        by_part = torch.nn.functional.pad(by_part, (0, whole_tiles(self.n) - by_part.shape[2]))
         turns = torch.unflatten(by_part, 2, (-1, TILE)).transpose(1, 2)
         super().write(turns.flatten(1), row)
 
@@ -121,9 +121,9 @@ class ParallelExperts(Layer):
         top_k: int,
         fused: FusedOrder | None = None,
         biases: bool = False,
-        activation: Gating = "silu",
+        activation: ExpertActivation = "silu_mul",
     ) -> None:
-        self._activation: Gating = activation
+        self._activation: ExpertActivation = activation
         self.cut = sharding.cut_width(width, hidden)
         self.span = span = self.cut.spans[sharding.rank]
         self.share = top_k / experts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_sysfs import sockets
-from model_configs import LLAMA
+from model_configs import GPT_OSS, LLAMA
 from planning import plan_on
 
 from tilerank.loader.card import read_card
@@ -120,6 +120,11 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, int]] = {
         QWEN,
         compressed("float-quantized", type="float", strategy="block", block_structure=[128, 128]),
         9_436_551_168,
+    ),
+    "gpt-oss": (
+        GPT_OSS,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        13_761_264_768,
     ),
     "pictures": (PICTURES, None, 17_534_247_392),
     "delta-nets": (DELTA_NETS, None, 54_713_457_120),

@@ -52,7 +52,7 @@ def moe(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: str = "silu",
+    activation: str = "silu_mul",
 ) -> Tensor:
     """Compute the experts one by one, as transformers does, but keep their outputs in fp32."""
     bad = ids[(ids < 0) | (ids >= gate_up.experts)]
@@ -66,7 +66,7 @@ def moe(
             turns = gate_up_bias[expert].view(-1, 2, BLOCK_N)
             projected += torch.cat([turns[:, part].flatten()[: gate_up.n] for part in (0, 1)])
         projected = projected if gate_up.weight.format.is_quantised else projected.to(x.dtype)
-        product = down.part(expert).product((silu_mul if activation == "silu" else swiglu_clamped)(projected))
+        product = down.part(expert).product((silu_mul if activation == "silu_mul" else swiglu_clamped)(projected))
         outputs[tokens, choices] = product if down_bias is None else product + down_bias[expert, : down.n]
     total = torch.zeros(x.shape)
     for choice in range(ids.shape[1]):
