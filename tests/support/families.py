@@ -355,4 +355,54 @@ OMNI = Record(
     # Each rank rounds its part of each of the 8 sums of the tower of 3 layers: 1.07 to 1.10 times were seen.
     encodings=1.2,
 )
-RECORDS = (TEXT, QWEN35, DEEPSEEK, GPT_OSS, VISION, MLLAMA, MOSS, OMNI)
+
+LISTED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA3 = Record(
+    "gemma3",
+    "reference_text",
+    {
+        # Four query heads, which do not suffice for five ranks; a linear scaling of the full layers.
+        "as-1b": tiny("gemma3_text", 1, (4, 1), head_dim=24, hidden=112, inter=200, vocab=777, layers=3),
+        # Layers as listed, in the file of transformers 5; other KV heads, a window of nearly two pages.
+        "listed": tiny(
+            "gemma3_text",
+            2,
+            (6, 3),
+            head_dim=16,
+            hidden=96,
+            inter=240,
+            vocab=600,
+            layers=3,
+            resaved=True,
+            config={
+                "layer_types": LISTED,
+                "sliding_window_pattern": 2,
+                "sliding_window": 31,
+                "rope_scaling": None,
+                "query_pre_attn_scalar": 16,
+            },
+        ),
+    },
+    new_tokens=24,
+    # Around the windows of 20 and 31 tokens, with and without the new tokens; several times as long.
+    prompts=(1, 19, 21, 43, 70),
+    seed=3,
+    starts=(
+        Start(1, SPLIT, ALL),
+        Start(2),
+        Start(3, SPLIT),
+        Start(5, SPLIT, dtypes=FP32),
+        Start(6, PAD),
+        Start(2, SPLIT, PLAIN, FP32, models=("as-1b",)),
+        Start(2, SPLIT, dtypes=FP32, models=("as-1b",), chunk_rows=(7,)),
+    ),
+)
+GEMMA3_VISION = Record(
+    "gemma3_vision",
+    "reference_gemma3",
+    {"gemma3-6-3": tiny("gemma3", 4, (6, 3), head_dim=24, hidden=144, inter=200, vocab=777, layers=3)},
+    new_tokens=8,
+    # Pictures of 16 tokens reach across the windows of 20. Chunks of 18 tokens hold a picture each.
+    starts=(*WITH_MEDIA, Start(2, SPLIT, dtypes=FP32, chunk_rows=(18,))),
+)
+RECORDS = (TEXT, QWEN35, DEEPSEEK, GPT_OSS, VISION, MLLAMA, MOSS, OMNI, GEMMA3, GEMMA3_VISION)

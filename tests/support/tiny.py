@@ -24,7 +24,7 @@ def _tool() -> ModuleType:
 
 
 def make_tokenizer(style: str, out: Path, vocab: int = 2048) -> Path:
-    """Write only the tokenizer files of one `style`: qwen, omni, moss, llama, mllama or deepseek."""
+    """Write only the tokenizer files of one `style`: qwen, omni, moss, llama, mllama, deepseek or gemma."""
     out.mkdir(parents=True)
     _tool().make_tokenizer(style, vocab, str(out))
     return out

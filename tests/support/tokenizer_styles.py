@@ -17,7 +17,7 @@ from tilerank.loader.vocabularies.byte_level import BYTES
 
 _ROOT = Path(__file__).parents[2]
 DEMO = _ROOT / "assets" / "demo-lm"
-STYLES = ("qwen", "omni", "moss", "llama", "mllama", "deepseek")
+STYLES = ("qwen", "omni", "moss", "llama", "mllama", "deepseek", "gemma")
 # What looks like special tokens, and is one in some tokenizers.
 MARKS = ("<|im_end|>", "<|im_start|>", "<s>", "</s>", "<unk>", "[INST]", "[BOS]", "<|reserved_token_7|>", "<0x0A>", "▁")
 _SCRIPTS = (

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .class_defaults import with_class_defaults
 from .errors import ConfigError
 from .fields import Fields
 from .files import is_listed, read_json_object
@@ -31,7 +32,8 @@ _MAX_VOCABULARY = 1 << 24
 class ModelCard:
     """A model directory's config.json, as far as it is the same for every family.
 
-    vocab_size: rows of the embedding and columns of the logits, before any padding for tensor parallelism.
+    vocab_size: columns of the logits, before any padding for tensor parallelism. The embedding has rows for as many ids
+    and for those that stand for pictures.
     context_length: tokens of the longest sequence, prompt and new tokens together.
     eos_token_ids: those of generation_config.json and config.json together, because released files leave out some in
     each; without the tokenizer's (Tokenizer.end_token_ids). bos_token_id: that of
@@ -63,7 +65,7 @@ class ModelCard:
 def read_card(model_dir: Path) -> ModelCard:
     """Read and check the card. Raises ConfigError naming the file, the key, what was expected and what was found.
 
-    A key that is absent has no default here: families disagree on them, so the file must say.
+    A key that is absent has no default here: families disagree on them, so the file or its class must say.
     """
     c = read_config_fields(model_dir)
     if is_listed(model_dir, EMBEDDING_MODEL):
@@ -73,7 +75,7 @@ def read_card(model_dir: Path) -> ModelCard:
         )
     c, overruled = with_flags_of_tensors(c)
     text = _text(c)
-    vocab_size = text.integer("vocab_size", 1, _MAX_VOCABULARY)
+    vocab_size = _vocabulary(c, text)
     eos_token_ids, bos_token_id = _special_ids((read_generation_config(model_dir), c, text), vocab_size)
     return ModelCard(
         model_type=c.text("model_type"),
@@ -89,19 +91,27 @@ def read_card(model_dir: Path) -> ModelCard:
 
 
 def read_config_fields(model_dir: Path) -> Fields:
-    """Return the fields of config.json. Raises ConfigError if `model_dir` is no directory with such a file."""
+    """Return the fields of config.json, with those that its class adds (class_defaults.py). Raises ConfigError if
+    `model_dir` is no directory with such a file."""
     try:
         found = "a directory" if model_dir.is_dir() else "a file" if model_dir.exists() else "nothing"
     except OSError as failure:  # no permission to look, or a name too long
         raise ConfigError(f"{model_dir}: cannot be read: {failure.strerror}") from failure
     if found != "a directory":
         raise ConfigError(f"{model_dir}: expected a model directory, found {found}")
-    return Fields(model_dir / "config.json", read_json_object(model_dir, "config.json", ConfigError))
+    values = with_class_defaults(read_json_object(model_dir, "config.json", ConfigError))
+    return Fields(model_dir / "config.json", values)
 
 
 def _text(c: Fields) -> Fields:
     c = c.object("thinker_config") if c.has("thinker_config") else c
     return c.object("text_config") if c.has("text_config") else c
+
+
+def _vocabulary(c: Fields, text: Fields) -> int:
+    """Return how many ids are tokens of text: all below that of pictures, if config.json has it at the end."""
+    rows, key = text.integer("vocab_size", 1, _MAX_VOCABULARY), "image_token_index"
+    return min(rows, c.integer(key, 1, _MAX_VOCABULARY)) if c.has(key) else rows
 
 
 def _special_ids(holders: Sequence[Fields], vocab_size: int) -> tuple[tuple[int, ...], int | None]:

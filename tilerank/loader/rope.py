@@ -12,6 +12,11 @@ _MAX_FACTOR = 1e6
 _CONTEXT = "max_position_embeddings"
 _ORIGINAL = "original_max_position_embeddings"
 
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+"""The kinds of layers of self-attention, by what a token attends to: all tokens before it, or those in a window."""
+
+_THETAS = {FULL_ATTENTION: "rope_theta", SLIDING_ATTENTION: "rope_local_base_freq"}
+
 Sections = tuple[int, int, int]
 """How many frequencies follow the time, the height and the width of a token in interleaved M-RoPE (Qwen3-VL)."""
 
@@ -99,12 +104,37 @@ def read_rope(c: Fields, dim: int, sections: Sections | None = None) -> RopeConf
     without. Raises ConfigError.
     """
     scaling = _scaling(c)
+    if scaling.has(FULL_ATTENTION) or scaling.has(SLIDING_ATTENTION):
+        raise c.fail(scaling.prefix.split(".")[-2], "one rotary embedding for all layers")
     with_theta = scaling if scaling.has("rope_theta") else c
     theta = with_theta.number("rope_theta", 1.0, _MAX_THETA)
     if with_theta is scaling and c.has("rope_theta") and c.number("rope_theta", 1.0, _MAX_THETA) != theta:
         raise c.fail("rope_theta", f"the {theta:g} of {scaling.prefix}rope_theta")
     if sections is not None:
         sections = _read_sections(scaling, dim // 2, sections)
+    return _rope(c, scaling, theta, dim, sections)
+
+
+def read_layer_rope(c: Fields, dim: int, kind: str) -> RopeConfig:
+    """Read the rotary embedding of the layers of a kind, in a model with one for each kind (Gemma 3).
+
+    Both dialects: the older one has `rope_theta` and `rope_scaling` of the full layers and `rope_local_base_freq` of
+    those with a window; the newer one has an object for each kind in rope_parameters. Raises ConfigError.
+    """
+    key, parameters, older = _THETAS[kind], "rope_parameters", "rope_scaling"
+    if not c.has(parameters):
+        scaled = c.has(older) and kind == FULL_ATTENTION
+        scaling = c.object(older) if scaled else Fields(c.path, {"rope_type": "default"})
+        return _rope(c, scaling, c.number(key, 1.0, _MAX_THETA), dim)
+    nested = c.object(parameters)
+    if unknown := [name for name in nested.values if name not in _THETAS]:
+        raise nested.fail(unknown[0], f"no such key beside {' and '.join(_THETAS)}")
+    scaling = nested.object(kind)
+    with_theta, key = (scaling, "rope_theta") if scaling.has("rope_theta") else (c, key)
+    return _rope(c, scaling, with_theta.number(key, 1.0, _MAX_THETA), dim)
+
+
+def _rope(c: Fields, scaling: Fields, theta: float, dim: int, sections: Sections | None = None) -> RopeConfig:
     read, amplitude = _READERS[_kind(scaling)](c, scaling, dim // 2)
     return RopeConfig(theta, read, sections, amplitude, _score_factor(c, scaling))
 
@@ -133,7 +163,8 @@ def read_context_length(c: Fields) -> int:
     config.json and leave max_position_embeddings as it is; other files state the extended length there already.
     """
     stated, scaling = c.integer(_CONTEXT, 1, _MAX_POSITIONS), _scaling(c)
-    if _kind(scaling) not in ("linear", "yarn"):
+    # The scaling of the full layers alone says nothing of those with a window.
+    if c.has(_THETAS[SLIDING_ATTENTION]) or _kind(scaling) not in ("linear", "yarn"):
         return stated
     return max(stated, min(int(_original(c, scaling) * _factor(c, scaling)), _MAX_POSITIONS))
 
@@ -163,7 +194,7 @@ def _kind(scaling: Fields) -> str:
     """Return the type of the scaling, one of _READERS. `type` is the older name of the key."""
     key = "type" if scaling.has("type") and not scaling.has("rope_type") else "rope_type"
     with_sections = scaling.has("mrope_section")
-    if not scaling.has(key) and (with_sections or scaling.prefix.endswith("rope_parameters.")):
+    if not scaling.has(key) and (with_sections or "rope_parameters." in scaling.prefix):
         return "default"
     kind = scaling.text(key)
     if kind == "mrope" and with_sections:

@@ -46,19 +46,23 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(Linear):
     """The output head, cut by rows of the vocabulary: x[m, hidden] -> logits [m, vocab] in fp32 on every rank.
 
-    Columns that pad the vocabulary are dropped from the result.
+    Columns that pad the vocabulary are dropped from the result. spare_ids: the weight has so many more rows, whose
+    logits are dropped as well.
     """
 
-    def __init__(self, name: str, hidden: int, vocab: int, sharding: Sharding, *, bias: bool = False) -> None:
-        self.cut = sharding.cut(vocab)
+    def __init__(
+        self, name: str, hidden: int, vocab: int, sharding: Sharding, *, bias: bool = False, spare_ids: int = 0
+    ) -> None:
+        rows = vocab + spare_ids
+        self.cut = sharding.cut(rows)
         self.span = self.cut.spans[sharding.rank]
         # All parts have the height of the highest, with at most one unit of zero rows, so that they can be gathered.
         height = max(span.size for span in self.cut.spans)
         held = sharding.head_format(name, self.span)
         super().__init__(height, hidden, held, sharding.dtype if bias else None)
-        self.fill_rows(name, (vocab, hidden), self.span)
+        self.fill_rows(name, (rows, hidden), self.span)
         self._vocab = vocab
-        self._starts = torch.tensor([0, *accumulate(span.real for span in self.cut.spans)])
+        self._starts = torch.tensor([0, *accumulate(span.real for span in self.cut.spans)]).clamp(max=vocab)
         self._sharding = sharding
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -72,10 +76,11 @@ class TiedEmbedding(Layer):
     """Embedding and output head that share one weight, held once: ids[t] int64 -> [t, hidden] on every rank.
 
     The weight is packed for the head (`logits`), which reads all of it in every step; a look-up unpacks single rows.
+    spare_ids: rows after those of the vocabulary, which are embedded and have no logits.
     """
 
-    def __init__(self, name: str, vocab: int, hidden: int, sharding: Sharding) -> None:
-        self._head = ParallelLMHead(name, hidden, vocab, sharding)
+    def __init__(self, name: str, vocab: int, hidden: int, sharding: Sharding, *, spare_ids: int = 0) -> None:
+        self._head = ParallelLMHead(name, hidden, vocab, sharding, spare_ids=spare_ids)
         self._sharding = sharding
 
     def __call__(self, ids: Tensor) -> Tensor:

@@ -77,12 +77,14 @@ class EncoderCache(CacheKind[Sequence]):
 
     def limit(self, sequence: Sequence, tokens: int) -> int:
         """A medium that is not encoded yet ends the chunk at the last whole page before it: the tokens after that share
-        no page with another sequence, and the step that computes them later reads the weights anyway."""
+        no page with another sequence, and the step that computes them later reads the weights anyway. A medium whose
+        tokens attend to all of it is not cut."""
         encodings = self.of(sequence)
         for run in sequence.prompt.placeholder_ranges if encodings else ():
             if run.start + run.count > sequence.cached and not encodings[run.medium].ready:
-                return max(min(tokens, run.start // PAGE_TOKENS * PAGE_TOKENS - sequence.cached), 0)
-        return tokens
+                tokens = max(min(tokens, run.start // PAGE_TOKENS * PAGE_TOKENS - sequence.cached), 0)
+                break
+        return sequence.whole_rows(tokens)
 
     def work(self, sequence: Sequence) -> MediaWork | None:
         encoding = next((encoding for encoding in self.of(sequence).values() if not encoding.ready), None)

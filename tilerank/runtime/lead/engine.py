@@ -62,7 +62,9 @@ class Engine:
         self.worker = worker
         self.card = worker.card
         self._eos = frozenset(worker.card.eos_token_ids)
-        self.scheduler = Scheduler(cache_kinds(worker, mm_cache_bytes), MAX_RUNNING, PREFILL_CHUNK)
+        self._whole_tokens = worker.encoder.whole_tokens if worker.encoder else 0
+        chunk_rows = max(PREFILL_CHUNK, self._whole_tokens)
+        self.scheduler = Scheduler(cache_kinds(worker, mm_cache_bytes), MAX_RUNNING, chunk_rows)
         self.speaking = SpeechScheduler(worker, read_speech_settings(self.card))
         self.encoding = MediaEncoding(worker)
         self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
@@ -186,7 +188,7 @@ class Engine:
             while (work := self.scheduler.next_work()) is not None:
                 self.encoding.advance(work, alone=True)
             while sequence.uncached:
-                chunk = next_chunk(sequence, SCORE_ROWS)
+                chunk = next_chunk(sequence, sequence.whole_rows(max(SCORE_ROWS, sequence.whole_tokens)))
                 logits[chunk.start : sequence.cached] = self._lead([(sequence, chunk)])
             return logits
         finally:
@@ -227,7 +229,9 @@ class Engine:
         if params.max_new_tokens > max(room, 1):
             params = replace(params, max_new_tokens=max(room, 1))
         rules_of_text = TextRules(rules, prompt.token_ids)
-        sequence = Sequence(self._next_request, params, prompt, rules_of_text, nbytes, talker, all_logits)
+        sequence = Sequence(
+            self._next_request, params, prompt, rules_of_text, nbytes, talker, all_logits, self._whole_tokens
+        )
         if num_pages(sequence.max_cached) > worker.pages:
             raise RequestError(
                 f"{where}: {length} prompt tokens and {params.max_new_tokens} new ones need a KV cache of "

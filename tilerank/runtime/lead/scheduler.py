@@ -105,7 +105,8 @@ class Scheduler(BaseScheduler[Sequence]):
     def _schedule_prompt(self, sequence: Sequence, rows: int, scheduled: Scheduled) -> int:
         """Schedule up to `rows` tokens of a prompt and return how many."""
         if sequence.scoring:
-            rows = min(rows, SCORE_ROWS - sum(chunk.logits for _, chunk in scheduled if chunk.logits > 1))
+            most = max(SCORE_ROWS, sequence.whole_tokens)
+            rows = min(rows, most - sum(chunk.logits for _, chunk in scheduled if chunk.logits > 1))
         rows = self.computable(sequence, rows)
         if rows:
             scheduled.append((sequence, next_chunk(sequence, rows)))

@@ -23,6 +23,7 @@ class Sequence:
     encoding_bytes: what the encodings of its media take on each rank, in the order of `prompt.media`.
     talker: what the talker reads of it; None for text that is not spoken.
     all_logits: whether the logits of all of its tokens are computed, so that none of them comes from the cache.
+    whole_tokens: as in Encoder; 0 for a model without one.
     tokens: the prompt and the tokens generated so far; the KV cache holds the first `cached` of them.
     keys: what their pages are shared by (prompt.py).
     number: names the sequence in messages to the ranks; a new one for each admission, -1 while it waits.
@@ -41,6 +42,7 @@ class Sequence:
     encoding_bytes: list[int] = field(default_factory=list)
     talker: TalkerPrompt | None = None
     all_logits: bool = False
+    whole_tokens: int = 0
     tokens: list[int] = field(init=False)
     keys: list[int] = field(init=False)
     number: int = -1
@@ -87,6 +89,15 @@ class Sequence:
     def uncached(self) -> int:
         """The number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.cached
+
+    def whole_rows(self, rows: int) -> int:
+        """Return how many of the next `rows` tokens a chunk may have that does not end within a medium whose tokens
+        attend to all of it."""
+        end = self.cached + rows
+        for run in self.prompt.placeholder_ranges if self.whole_tokens else ():
+            if run.start < end < run.start + run.count:
+                return max(run.start - self.cached, 0)
+        return rows
 
     @property
     def scoring(self) -> bool:

@@ -111,6 +111,7 @@ class SelfAttention(Mixer[KVPages]):
             self.scale,
             window=self.window,
             sinks=None if self.sinks is None else self.sinks.data,
+            visible=batch.visible if only is None else only.visible,
         )
         if self.gated:
             sigmoid_gate_(heads, part_of_heads(queries, dim, dim))

@@ -235,8 +235,8 @@ class Decoder(DecoderLayers, Model):
         """mixer, mlp, mlp_gate: as in DecoderLayers.
 
         encoder: its encodings have fewer levels beside the embeddings than the decoder has layers. spare_ids: as in
-        Model; the embedding has rows for them, and then it is not tied to the head. embedding_factor: of the embeddings
-        of tokens, not of encodings.
+        Model; the embedding has rows for them, and so has the weight of a tied head. embedding_factor: of the
+        embeddings of tokens, not of encodings.
         """
         hidden, vocab = config.hidden_size, card.vocab_size
         self._names = names
@@ -245,7 +245,7 @@ class Decoder(DecoderLayers, Model):
         self.embedding: VocabParallelEmbedding | TiedEmbedding
         self.head: Callable[[Tensor], Tensor]
         if self._tied is not None:
-            self.embedding = TiedEmbedding(self._tied, vocab, hidden, sharding)
+            self.embedding = TiedEmbedding(self._tied, vocab, hidden, sharding, spare_ids=spare_ids)
             self.head = self.embedding.logits
         else:
             self.embedding = VocabParallelEmbedding(names.embedding, vocab + spare_ids, hidden, sharding)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilerank.kernels.moe import softmax_top_k
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
+from tilerank.loader.rope import FULL_ATTENTION, SLIDING_ATTENTION
 from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.sharding import Sharding
@@ -17,10 +18,9 @@ from tilerank.parallel.sharding import Sharding
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames, FeedForward
 from .qwen_moe import read_expert_count
-from .text_config import FULL_ATTENTION, MAX_WIDTH, read_layer_types, read_text_config
+from .text_config import MAX_WIDTH, read_layer_types, read_text_config
 
-_SLIDING = "sliding_attention"
-_KINDS = (_SLIDING, FULL_ATTENTION)
+_KINDS = (SLIDING_ATTENTION, FULL_ATTENTION)
 _ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 """The numbers of the activation that the kernel has."""
 
@@ -58,12 +58,12 @@ def gpt_oss(card: ModelCard, sharding: Sharding) -> Decoder:
             raise fields.fail(key, f"{value:g}")
     bias = not fields.has("attention_bias") or fields.flag("attention_bias")
     kinds = read_layer_types(fields, c.num_layers, _KINDS) or [_KINDS[i % 2] for i in range(c.num_layers)]
-    window = fields.integer("sliding_window", 1, card.context_length) if _SLIDING in kinds else 0
+    window = fields.integer("sliding_window", 1, card.context_length) if SLIDING_ATTENTION in kinds else 0
     experts = read_expert_count(fields, "num_experts", 1)
     top_k, width = _read_top_k(fields, experts), fields.integer("intermediate_size", 1, MAX_WIDTH)
 
     def mixer(name: str, layer: int) -> SelfAttention:
-        seen = window if kinds[layer] == _SLIDING else 0
+        seen = window if kinds[layer] == SLIDING_ATTENTION else 0
         return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=False, window=seen, sinks=True)
 
     def mlp(name: str, _: int) -> ClampedExperts:

@@ -21,7 +21,7 @@ from tilerank.kernels.delta import MAX_CONV_WIDTH, MAX_HEAD_DIM, sigmoid_gate_
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.loader.headers import stored_tensors
-from tilerank.loader.rope import Sections
+from tilerank.loader.rope import FULL_ATTENTION, Sections
 from tilerank.parallel.delta_projection import DeltaHeads
 from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.sharding import Sharding
@@ -32,7 +32,7 @@ from .delta_net import GatedDeltaNet
 from .gated_mlp import GatedMLP, dense_mlps
 from .qwen3_vl import vision_tower
 from .qwen_moe import ExpertsConfig, SparseMLP, read_experts_config
-from .text_config import FULL_ATTENTION, MAX_HEADS, MAX_WIDTH, TextConfig, read_layer_types, read_text_config
+from .text_config import MAX_HEADS, MAX_WIDTH, TextConfig, read_layer_types, read_text_config
 
 _DELTA_NET = "linear_attention"
 _ROTATED_PART = 0.25

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from tilerank.kernels import kv_pages
 from tilerank.loader.fields import Fields
 from tilerank.loader.padding import resolve_head_dim
-from tilerank.loader.rope import RopeConfig, Sections, read_rope, read_rotary_dim
+from tilerank.loader.rope import (
+    FULL_ATTENTION,
+    RopeConfig,
+    Sections,
+    read_layer_rope,
+    read_rope,
+    read_rotary_dim,
+)
 
 # Bounds well above any published model: an absurd number becomes an error message instead of an allocation.
 MAX_WIDTH = 1 << 20
@@ -16,9 +23,6 @@ _MAX_HEAD_DIM = 1 << 12
 
 USUAL_SECTIONS: Sections = (24, 20, 20)
 """The sections of M-RoPE of models with heads of 128, where a file names none, as in transformers."""
-
-FULL_ATTENTION = "full_attention"
-"""The kind of a layer whose tokens attend to all before them."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,15 @@ def read_text_config(
     dense: bool = True,
     layer_kinds: Sequence[str] = (FULL_ATTENTION,),
     head_dims: tuple[int, int] | None = None,
+    rope_kind: str | None = None,
 ) -> TextConfig:
     """Read and check the fields. Raises ConfigError, also for features that would change the result if ignored.
 
     c: the fields of the language model alone. whole: those of the file, whose `tie_word_embeddings` comes first if they
     are nested. sections: as in `read_rope`. usual_rotary_part: as in `read_rotary_dim`. dense: it has dense MLPs.
     layer_kinds: those that `layer_types` may list. head_dims: the dimensions of a head, and those that are rotated, of
-    latent attention, which has fields of its own for them and no KV heads.
+    latent attention, which has fields of its own for them and no KV heads. rope_kind: the kind of layers whose rotary
+    embedding is read, in a model with one for each kind.
     """
     _refuse_unsupported(c)
     holder = whole if whole is not None and whole.has("tie_word_embeddings") else c
@@ -83,7 +89,7 @@ def read_text_config(
         rotary_dim=rotary_dim,
         intermediate_size=c.integer("intermediate_size", 1, MAX_WIDTH * 8) if dense else 0,
         rms_norm_eps=c.number("rms_norm_eps", 0.0, 1.0),
-        rope=read_rope(c, rotary_dim, sections),
+        rope=read_layer_rope(c, rotary_dim, rope_kind) if rope_kind else read_rope(c, rotary_dim, sections),
         tie_word_embeddings=holder.flag("tie_word_embeddings"),
     )
 

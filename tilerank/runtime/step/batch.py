@@ -14,7 +14,9 @@ from torch import Tensor
 from tilerank.kernels import ops
 
 from ..protocol.rank_messages import Chunk, Step
+from . import media_rows
 from .latent_forms import ContextPart, Expands, LatentForms, Runs, latent_forms
+from .media_rows import Inserts, Kept, int64
 from .page_tables import PageTables
 from .source_runs import RankSource, SourceFiller, SourceRuns
 
@@ -43,42 +45,16 @@ class RankSequence:
 class LogitRows:
     """The m rows of a batch whose logits are computed, the last ones of each sequence.
 
-    rows: [m] int64. starts: [s + 1] int32, the first of a sequence's rows among them.
+    rows: [m] int64. starts: [s + 1] int32, the first of a sequence's rows among them. visible: [m] int32, as in Batch.
     """
 
     rows: Tensor
     starts: Tensor
+    visible: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
         """x[t, d] -> [m, d]"""
         return ops.take_rows(x, self.rows)
-
-
-@dataclass(frozen=True)
-class Inserts:
-    """The m rows of a batch that take encoded media in place of embedded tokens.
-
-    rows: [m] int64, ascending. values: [m, hidden], which replace the embedded tokens. deep: for each further level of
-    the encodings, the rows whose medium has this level, and their values, in the same form. Those at index j are added
-    to the residual stream after layer j (DeepStack).
-    """
-
-    rows: Tensor
-    values: Tensor
-    deep: list[tuple[Tensor, Tensor]]
-
-
-@dataclass
-class Kept:
-    """The m rows of a batch whose hidden states are kept for the talker.
-
-    layer: the number of the layer, from 1, whose output is kept. rows: [m] int64. hidden: [m, hidden], the output; the
-    model sets it.
-    """
-
-    layer: int
-    rows: Tensor
-    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +85,8 @@ class Batch:
         have it.
     kept: None in recorded decode steps.
     windows: None for models without layers with a window.
+    visible: [t] int32, the end of the tokens of its sequence that a row attends to. None if it attends to itself and
+        those before it, as all rows do but those of pictures that attend to a whole picture.
     """
 
     token_ids: Tensor
@@ -124,6 +102,7 @@ class Batch:
     source: SourceRuns | None = None
     kept: Kept | None = None
     windows: WindowTables | None = None
+    visible: Tensor | None = None
 
     def tables(self, window: int) -> "Batch | WindowTables":
         """Return what has the slots and page tables of layers with this window, 0 for those without."""
@@ -177,6 +156,7 @@ class BatchContent:
     expands: which sequences latent attention expands (latent_forms.py); None for a model without it.
     context_part: what this rank reads of a context, if ranks share contexts out.
     kept_layer: as in Kept; 0 for a model that does not speak.
+    whole_media: whether the tokens of a medium attend to all of it.
     """
 
     position_axes: int = 1
@@ -185,6 +165,7 @@ class BatchContent:
     expands: Expands | None = None
     context_part: ContextPart | None = None
     kept_layer: int = 0
+    whole_media: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,22 +225,24 @@ class BatchFiller:
             for chunk, stop in zip(step.chunks, rows.starts[1:], strict=True)
             for row in range(stop - chunk.logits, stop)
         ]
+        visible = media_rows.visible(step, rows.starts) if content.whole_media else None
         return Batch(
-            token_ids=_int64(rows.token_ids),
-            positions=torch.stack([_int64(positions) for positions in rows.positions]),
+            token_ids=int64(rows.token_ids),
+            positions=torch.stack([int64(positions) for positions in rows.positions]),
             slots=slots,
             page_tables=page_tables,
             seq_lens=torch.tensor(rows.lengths, dtype=torch.int32),
             query_starts=torch.tensor(rows.starts, dtype=torch.int32),
-            logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step),
-            inserts=_inserts(step, rows.starts, encodings),
+            logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step, visible),
+            inserts=media_rows.inserts(step, rows.starts, encodings),
             state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if content.has_states else None,
             latent_forms=latent_forms(content.expands, rows.starts, rows.lengths, tables, content.context_part)
             if content.expands
             else None,
             source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
-            kept=_kept(step, rows.starts, content.kept_layer),
+            kept=media_rows.kept(step, rows.starts, content.kept_layer),
             windows=WindowTables(*self._window_pages.fresh(step, window_tables)) if self._window_pages else None,
+            visible=visible,
         )
 
     def padded(self, step: Step, held: Mapping[int, RankSequence]) -> Batch:
@@ -334,43 +317,8 @@ def _sources(step: Step, held: Mapping[int, RankSequence]) -> dict[int, RankSour
     return {chunk.sequence: held[chunk.sequence].source for chunk in step.chunks}
 
 
-def _inserts(step: Step, starts: list[int], encodings: Mapping[int, Tensor]) -> Inserts | None:
-    """starts: the first row of each chunk."""
-    parts = [(start, i) for start, chunk in zip(starts, step.chunks, strict=False) for i in chunk.placeholder_ranges]
-    if not parts:
-        return None
-    runs = [
-        (range(start + i.start, start + i.start + i.count), encodings[i.medium][:, i.first : i.first + i.count])
-        for start, i in parts
-    ]
-    first, *deep = (
-        _joined([(rows, values[level]) for rows, values in runs if level < len(values)])
-        for level in range(max(len(values) for _, values in runs))
-    )
-    return Inserts(*first, deep)
-
-
-def _joined(runs: list[tuple[range, Tensor]]) -> tuple[Tensor, Tensor]:
-    return _int64([row for rows, _ in runs for row in rows]), torch.cat([values for _, values in runs])
-
-
-def _kept(step: Step, starts: list[int], layer: int) -> Kept | None:
-    """Return the rows of media of the sequences that the step names. starts: as in _inserts."""
-    rows = [
-        row
-        for start, chunk in zip(starts, step.chunks, strict=False)
-        if chunk.sequence in step.kept
-        for i in chunk.placeholder_ranges
-        for row in range(start + i.start, start + i.start + i.count)
-    ]
-    return Kept(layer, _int64(rows)) if rows else None
-
-
-def _logit_rows(rows: list[int], step: Step) -> LogitRows:
+def _logit_rows(rows: list[int], step: Step, visible: Tensor | None) -> LogitRows:
     starts = accumulate((chunk.logits for chunk in step.chunks), initial=0)
-    return LogitRows(torch.tensor(rows, dtype=torch.int64), torch.tensor(list(starts), dtype=torch.int32))
-
-
-def _int64(values: list[int]) -> Tensor:
-    """Return a tensor of one or more numbers, in a seventh of the time that torch.tensor takes for a prompt's."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
+    numbers = torch.tensor(rows, dtype=torch.int64)
+    of_rows = None if visible is None else visible[numbers]
+    return LogitRows(numbers, torch.tensor(list(starts), dtype=torch.int32), of_rows)

@@ -15,7 +15,13 @@ from .speaker import Speaker
 
 
 class Encoder(Layer):
-    """Turns a picture, video or sound into rows that replace the embeddings of its placeholders; cut over the ranks."""
+    """Turns a picture, video or sound into rows that replace the embeddings of its placeholders; cut over the ranks.
+
+    whole_tokens: of the longest medium if all of its tokens attend to each other, so that one step computes them; 0 if
+    they attend to those before them alone.
+    """
+
+    whole_tokens: int = 0
 
     @abstractmethod
     def shape(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -79,6 +85,7 @@ class Model(Layer):
             self.expands,
             self.context_part,
             self.speaker.kept_layer if self.speaker else 0,
+            self.encoder is not None and self.encoder.whole_tokens > 0,
         )
 
     @abstractmethod
