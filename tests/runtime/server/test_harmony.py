@@ -117,6 +117,7 @@ ANSWERS = {
     "a result": (f"{FINAL}a{END}{START}functions.now to=assistant{CHANNEL}commentary{MESSAGE}b", ("", "a", [])),
     "an unknown tool": (f"{CHANNEL}commentary to=functions.no{MESSAGE}{{}}{CALL}", ("", "{}", [])),
     "a tool of the reasoning": (f"{CHANNEL}analysis to=python code{MESSAGE}1+1{CALL}", ("1+1", "", [])),
+    "a header without an end": (f"{CHANNEL}{'a b ' * 100}", ("", " " + "a b " * 100, [])),
     "reasoning that is cut": (f"{ANALYSIS}a", ("a", "", [])),
 }
 

@@ -132,7 +132,8 @@ class GenerateJob:
         from tilerank.kernels import core
         from tilerank.runtime.lead.engine import Engine, Request
 
-        answers = [PromptAnswer(prompt.token_ids, self._tokenizer.stream()) for prompt in self._prompts]
+        special = self._tokenizer.has_channels  # without their marks, channels would run into each other
+        answers = [PromptAnswer(prompt.token_ids, self._tokenizer.stream(special=special)) for prompt in self._prompts]
         output = JsonPrinter(answers, bool(self._args.logprobs)) if self._args.json else TextPrinter(answers)
         engine = Engine(worker, self._options.mm_cache_bytes)
         requests = [Request(prompt, self._sampling()) for prompt in self._prompts]

@@ -58,7 +58,7 @@ class HarmonyTemplate(ChatTemplate):
         try:
             writer.message("system", _system_text(variables, bool(tools)))
             writer.conversation(messages, tools or (), continue_final_message)
-        except (ValueError, RecursionError) as e:
+        except (ValueError, RecursionError, MemoryError) as e:
             raise TokenizerError(f"harmony: {e}") from e
         if add_generation_prompt:
             writer.begin("assistant")

@@ -12,7 +12,7 @@ from enum import Enum
 from tilerank.loader.harmony.marks import ANALYSIS, CHANNELS, FUNCTIONS
 
 LONGEST = 256
-"""Characters of a header before its first mark; a longer text is none."""
+"""Characters of a header; a longer text is none."""
 _TO = "to="
 _RECIPIENT = re.compile(rf"\b{_TO}\s*(\S*)")
 _WORDS = frozenset(("assistant", *CHANNELS, "json", "code"))
@@ -56,8 +56,6 @@ def read_header(text: str, tools: Collection[str]) -> Header:
 def may_be_header(text: str) -> bool:
     """May a text without marks become a header, if more text follows?"""
     *words, last = re.split(r"\s+", text)
-    return (
-        len(text) <= LONGEST
-        and all(not word or word in _WORDS or word.startswith(_TO) for word in words)
-        and (last.startswith(_TO) or any(word.startswith(last) for word in (*_WORDS, _TO)))
+    return all(not word or word in _WORDS or word.startswith(_TO) for word in words) and (
+        last.startswith(_TO) or any(word.startswith(last) for word in (*_WORDS, _TO))
     )

@@ -14,7 +14,7 @@ from ..answer_format import AnswerReader, Part
 from ..request import Sampling
 from ..text import StopStrings
 from ..tools.calls import MoreArguments, ToolCall
-from .header import Header, Kind, may_be_header, read_header
+from .header import LONGEST, Header, Kind, may_be_header, read_header
 
 BETWEEN_MESSAGES = "\n\n"
 """Stands between messages that become one text."""
@@ -68,7 +68,7 @@ class HarmonyReader(AnswerReader):
         if self._message is not None:
             return self._write(text)
         self._header += text
-        if self._has_marks or may_be_header(self._header):
+        if len(self._header) <= LONGEST and (self._has_marks or may_be_header(self._header)):
             return Part()
         return self._begin(Header(Kind.ANSWER), self._header)
 
