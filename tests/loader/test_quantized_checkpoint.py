@@ -44,10 +44,18 @@ def test_every_rank_holds_its_rectangles(base: Path, case: str, strategy: Any) -
                 model, Checkpoint(model_dir), ignore=model.ignore, progress=False, quantization=card.quantization
             )
             for rectangle, found in quantised_parts(model):
-                wanted = plain[rectangle.name][rectangle.index]
+                wanted = plain_values(plain, rectangle)
                 if keys_of_int8(rectangle):
                     wanted = load_scaled(model_dir, rectangle)
                 torch.testing.assert_close(found, wanted, rtol=1e-6 if found.dtype is torch.float32 else 1e-2, atol=0)
+
+
+def plain_values(plain: dict[str, torch.Tensor], rectangle: Rectangle) -> torch.Tensor:
+    """Return the values of a rectangle, whose weight may be a part of a tensor of all experts."""
+    if rectangle.name in plain:
+        return plain[rectangle.name][rectangle.index]
+    place = rectangle.places[0]
+    return place.extract(plain[place.name][place.index(rectangle.index)])
 
 
 def keys_of_int8(rectangle: Rectangle) -> bool:
@@ -174,6 +182,7 @@ def test_nan_in_fp8_codes_or_scales_is_refused_by_name(base: Path, tmp_path: Pat
 
 
 QUANTISED = [Quantization("int8"), Quantization("fp8"), Quantization("int4", 32), Quantization("int4", 128)]
+QUANTISED += [Quantization("mxfp4")]
 
 
 @pytest.mark.parametrize("asked", QUANTISED, ids=str)
@@ -190,7 +199,7 @@ def test_every_rank_quantises_its_rectangles(base: Path, case: str, asked: Quant
         for rectangle, found in quantised_parts(model):
             wanted = plain[rectangle.name][rectangle.index]
             keeps_8_bits = ["lm_head.weight", "model.embed_tokens.weight"]
-            if asked.codes == "int4":
+            if asked.codes in ("int4", "mxfp4"):
                 keeps_8_bits.append("v_proj.weight")
             held = INT8 if rectangle.name.endswith(tuple(keeps_8_bits)) else asked
             assert within_half_a_step(found, wanted, held), rectangle.name
@@ -206,9 +215,12 @@ def within_half_a_step(found: torch.Tensor, wanted: torch.Tensor, asked: Quantiz
         return bool((error <= wanted.abs().amax(1, keepdim=True) * 1.01 / 254).all())
     if asked.codes == "fp8":  # 3 bits of mantissa, and subnormals of 2^-9 of a scale that is the block's largest / 448
         return bool((error <= wanted.abs() * 1.01 / 16 + wanted.abs().max() / 448 * 2**-9).all())
-    assert asked.group is not None
-    tail = -wanted.shape[1] % asked.group
+    group = asked.group or 32
+    tail = -wanted.shape[1] % group
     padded = (torch.nn.functional.pad(x, (0, tail)) for x in (wanted, error))
-    groups, errors = (torch.unflatten(x, 1, (-1, asked.group)) for x in padded)
+    groups, errors = (torch.unflatten(x, 1, (-1, group)) for x in padded)
+    if asked.codes == "mxfp4":  # half of the largest step, from 4 to 6, with the larger of two scales
+        scale = (groups.abs().amax(2).log2().floor() - 2).exp2()
+        return bool((errors.amax(2) <= 2 * scale).all())
     step = (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
     return bool((errors.square().mean(2).sqrt() <= step * 1.02 / 2).all())

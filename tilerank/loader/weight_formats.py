@@ -42,8 +42,9 @@ def weight_formats(
     if quantization is None:
         return None
     # The head keeps eight bits: small differences between its logits decide, and it is read once a step only. So do
-    # projections to values, which cause a quarter of the error of int4 with few of the weights (docs/quantisation.md).
-    values = Int8() if quantization.codes == "int4" else None
+    # projections to values, which cause a quarter of the error of 4 bits with few of the weights
+    # (docs/quantisation.md).
+    values = Int8() if quantization.codes in ("int4", "mxfp4") else None
     return WeightFormats(_asked_format(quantization), Int8(), values=values)
 
 
