@@ -101,6 +101,12 @@ def test_many_rows_of_strided_arguments(heads: int, scale: float) -> None:
     assert torch.equal(again, found)
 
 
+@pytest.mark.parametrize("length", [48, 112])
+def test_rows_of_two_heads_that_share_a_tile_group(length: int) -> None:
+    batch = Batch([length], [(0, 2), (2, 2)], 64, torch.bfloat16).store_all()
+    assert_exact(batch.whole(0), batch, 0)
+
+
 def attend_all(batch: Batch, q: list[Tensor], lse: Tensor | None = None) -> list[Tensor]:
     """Compute rows q[i] over all tokens of sequence i, in one call."""
     starts = torch.tensor([0, *accumulate(len(rows) for rows in q)], dtype=torch.int32)
