@@ -41,9 +41,8 @@ def test_a_wheel_of_the_sdist_generates_in_a_bare_environment(tmp_path: Path) ->
     (portable,) = wheels.glob("tilerank-*-manylinux*.whl")
     with zipfile.ZipFile(portable) as files:
         held = set(files.namelist())
-    assert {
-        f"tilerank/launch/bench/{name}" for name in ("scoring/prose_and_code.txt", "public/processors.json")
-    } <= held
+    data = ("bench/scoring/prose_and_code.txt", "bench/public/processors.json", "commands/calibration.txt")
+    assert {f"tilerank/launch/{name}" for name in data} <= held
     assert not any(name.startswith(("benchmarks", "tests")) for name in held)
     bare = environment(tmp_path / "bare", portable)
     result = subprocess.run(

@@ -65,7 +65,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def _open(self, path: Path, listed: set[str] | None) -> None:
-        handle = _map(path)
+        handle = map_file(path)
         names = list(handle.offset_keys())
         if listed is not None:
             _agree(path, listed, set(names))
@@ -90,7 +90,7 @@ def some(names: set[str]) -> str:
     return first if len(names) == 1 else f"{first} (and {len(names) - 1} more)"
 
 
-def _map(path: Path) -> Any:
+def map_file(path: Path) -> Any:
     """Map a safetensors file; the library checks the header against the file's size."""
     try:
         size = path.stat().st_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from .errors import ConfigError
@@ -28,12 +29,14 @@ class Quantization:
     """The codes to which a command quantises projections.
 
     For int4, group: the number of columns that share a scale. zero_points: whether they share a code for 0, too, which
-    otherwise is the middle of the codes. None: the default.
+    otherwise is the middle of the codes. None: the default. calibration: the file by which int4 and fp8 weigh errors
+    (calibration.py), if any.
     """
 
     codes: Codes
     group: int | None = None
     zero_points: bool | None = None
+    calibration: Path | None = None
 
     def __str__(self) -> str:
         group = "" if self.group is None else f" in groups of {self.group}"

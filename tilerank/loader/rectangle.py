@@ -81,6 +81,7 @@ class Read:
     (None: they are written as they are). part: the method of the parameter's weight that writes this part of it, its
     codes, scales or zero points; called as part(weight, *tensors, row). None: the tensor holds values. columns: those
     that the weight has of the part; where the rank's cut is padded, the first tensor has fewer, and zeros follow.
+    importance: by how much errors of each column count where values are quantised; None: all alike.
     """
 
     stored: tuple[StoredRectangle, ...]
@@ -89,6 +90,7 @@ class Read:
     transform: Callable[..., Tensor] | None = None
     part: Callable[..., None] | None = None
     columns: int = 0
+    importance: Tensor | None = None
 
     @property
     def elements(self) -> int:
@@ -101,7 +103,11 @@ class Read:
         """Transform and store the tensors that were read."""
         if self.transform is not None:
             tensors = (self.transform(*tensors),)
-        if self.part is None:
+        if self.importance is not None:
+            assert isinstance(self.parameter, WeightParameter)
+            rows, importance = (_whole_rows(each, self.parameter) for each in (tensors[0], self.importance[None]))
+            self.parameter.write_by_importance(rows, self.row, importance[0])
+        elif self.part is None:
             self.parameter.write(_whole_rows(tensors[0], self.parameter), self.row)
         else:
             assert isinstance(self.parameter, WeightParameter)

@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
 from tilerank.parallel.parameters import Layer
 
+from .calibration import Calibration
 from .checkpoint import Checkpoint, some
 from .errors import CheckpointError
 from .progress_bar import ProgressBar
@@ -44,20 +45,24 @@ def load_weights(
     ignore: Callable[[str], bool],
     progress: bool,
     quantization: QuantizationConfig | None = None,
+    calibration: Calibration | None = None,
 ) -> LoadReport:
     """Allocate `model` and fill it from `checkpoint`.
 
     ignore: returns whether the model leaves out a tensor of the checkpoint on purpose. progress (True on one rank):
     show a bar if stderr is a terminal, else log a line now and then. quantization: how the checkpoint stores the
-    weights that the model holds in a quantised format; None: as floats, which are quantised here. Blocks are packed on
-    the kernel pool; beside the model itself, one block of a tensor (parallel.parameters.BLOCK_ELEMENTS) is in memory.
+    weights that the model holds in a quantised format; None: as floats, which are quantised here, by `calibration` if
+    there is one. Blocks are packed on the kernel pool; beside the model itself, one block of a tensor
+    (parallel.parameters.BLOCK_ELEMENTS) is in memory.
 
     Raises CheckpointError for a tensor that is missing, superfluous, or of the wrong shape or dtype, before anything is
     allocated or read, and for one that holds NaN, infinity or what its format cannot represent.
     """
     started = time.monotonic()
     quantized = None if quantization is None else QuantizedCheckpoint(quantization, checkpoint)
-    reads = _agreed(model, checkpoint, ignore, quantized)
+    reads = _agreed(model, checkpoint, ignore, quantized, calibration)
+    if calibration is not None:
+        calibration.check_use(log_unknown=progress)
     if progress and quantization is not None:
         _log_formats(checkpoint, quantization, reads)
     if progress:
@@ -133,10 +138,14 @@ def peak_rss() -> int:
 
 
 def _agreed(
-    model: Layer, checkpoint: Checkpoint, ignore: Callable[[str], bool], quantized: QuantizedCheckpoint | None
+    model: Layer,
+    checkpoint: Checkpoint,
+    ignore: Callable[[str], bool],
+    quantized: QuantizedCheckpoint | None,
+    calibration: Calibration | None,
 ) -> list[Read]:
     """Return what this rank has to read, in storage order, once model and checkpoint are known to agree."""
-    reads = list(_reads(model, checkpoint, quantized))
+    reads = list(_reads(model, checkpoint, quantized, calibration))
     parts = [stored for read in reads for stored in read.stored]
     needed = {stored.name for stored in parts}
     if missing := {stored.name for stored in parts if not stored.optional} - checkpoint.tensors.keys():
@@ -166,9 +175,13 @@ def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
     return not checkpoint.read(name, tuple(slice(0, size) for size in checkpoint.info(name).shape)).any()
 
 
-def _reads(model: Layer, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> Iterator[Read]:
+def _reads(
+    model: Layer, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None, calibration: Calibration | None
+) -> Iterator[Read]:
     for rectangle in model.rectangles():
         if quantized is None:
-            yield read_floats(rectangle, place_of(rectangle, checkpoint))
+            read = read_floats(rectangle, place_of(rectangle, checkpoint))
+            importance = None if calibration is None else calibration.importance(rectangle)
+            yield read if importance is None else replace(read, importance=importance)
         else:
             yield from quantized.reads(rectangle)

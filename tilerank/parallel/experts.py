@@ -107,8 +107,11 @@ class ParallelExperts(Layer):
     token's experts; the parts of all ranks add up to that sum. `span` is this rank's part of the width. The checkpoint
     has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj. fused: it may have those
     of all experts in one tensor (`_fused`). biases: it has those of all experts in `name.gate_up_proj_bias`, in turns,
-    and `name.down_proj_bias`; the latter are added on rank 0. activation: of gate and up (`moe`).
+    and `name.down_proj_bias`; the latter are added on rank 0. activation: of gate and up (`moe`). on_input: is
+    called with x and ids (input_squares.py).
     """
+
+    on_input: Callable[[Tensor, Tensor], None] | None = None
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class ParallelExperts(Layer):
         biases: bool = False,
         activation: ExpertActivation = "silu_mul",
     ) -> None:
-        self._activation: ExpertActivation = activation
+        self.activation: ExpertActivation = activation
         self.cut = sharding.cut_width(width, hidden)
         self.span = span = self.cut.spans[sharding.rank]
         self.share = top_k / experts
@@ -171,6 +174,8 @@ class ParallelExperts(Layer):
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.gate_up.is_empty:
             return ops.repeat_row(None, x.shape[0], self._hidden, x.dtype)
+        if self.on_input is not None:
+            self.on_input(x, ids)
         down_bias = self.down_bias if self.down_bias is not None and self.down_bias.n else None
         return moe(
             x,
@@ -180,7 +185,7 @@ class ParallelExperts(Layer):
             weights,
             gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.data,
             down_bias=None if down_bias is None else down_bias.data,
-            activation=self._activation,
+            activation=self.activation,
         )
 
     def cost(self) -> Cost:

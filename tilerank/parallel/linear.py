@@ -66,6 +66,7 @@ class Linear(Layer):
         if self.weight.is_empty:
             rows, n = x.shape[:-1], self.weight.n
             return ops.repeat_row(bias, rows.numel(), n, out_dtype or x.dtype).view(*rows, n)
+        self.weight.observe(x)
         return linear(x, self.weight.packed, bias, activation=activation, out_dtype=out_dtype)
 
 
@@ -188,6 +189,7 @@ class GateUpParallelLinear(Layer):
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight.is_empty:
             return x[..., :0]
+        self.weight.observe(x)
         if self.weight.packed.is_plain:
             parts = [linear(x, self.weight.part(i), None if self.bias is None else self.bias.part(i)) for i in (0, 1)]
             return _GATED[self._activation](torch.cat(parts, -1))

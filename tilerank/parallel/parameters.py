@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import core
-from tilerank.kernels.weight_formats import Float, Format, Weight
+from tilerank.kernels.weight_formats import Float, Format, OutputScaledWeight, Weight
 
 from .cost import Cost, Work
 from .shard import TILE, Cut, HeadCut
@@ -229,6 +229,12 @@ class WeightParameter(Parameter):
         weight, row = self.place(row)
         weight.write(rows.flatten(1), row)
 
+    def write_by_importance(self, rows: Tensor, row: int, importance: Tensor) -> None:
+        """Store rows [r, k] from `row` on in a format that takes the importance [k] of columns."""
+        weight, row = self.place(row)
+        assert isinstance(weight, OutputScaledWeight)
+        weight.write(rows, row, importance=importance)
+
     def cost(self) -> Cost:
         return Cost(self.nbytes(), token=self.products())
 
@@ -238,9 +244,13 @@ class WeightParameter(Parameter):
 
 
 class PackedParameter(WeightParameter):
-    """A matrix [n, k] in the layout of the linear kernel. `packed` exists after `allocate()`, and only if n, k > 0."""
+    """A matrix [n, k] in the layout of the linear kernel. `packed` exists after `allocate()`, and only if n, k > 0.
+
+    on_input: is called with every x[.., k] that is multiplied with the matrix (input_squares.py).
+    """
 
     packed: Weight
+    on_input: Callable[[Tensor], None] | None = None
 
     def __init__(self, n: int, k: int, format: Format) -> None:
         super().__init__((n, k), format)
@@ -259,6 +269,10 @@ class PackedParameter(WeightParameter):
 
     def place(self, row: int) -> tuple[Weight, int]:
         return self.packed, row
+
+    def observe(self, x: Tensor) -> None:
+        if self.on_input is not None:
+            self.on_input(x)
 
 
 class GatedParameter(PackedParameter):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from matrices import inside_nan, randn
+from torch import Tensor
 from torch.nn import functional
 
 from tests.kernels.block_scaled.forms import BF16, E2M1, F32, F64, FORMATS, Form, assert_close, by_input, filled
@@ -79,9 +80,9 @@ def test_fp8_in_groups_is_quantised_to_the_same_bits_on_every_rung(rung: str, gr
     n, k = 70, 2 * group + 37
     plain = randn(n, k) * 10.0 ** torch.linspace(-34, 36, n)[:, None]
     plain[3], plain[4, 5], plain[5, 60:], plain[6] = 0.0, torch.inf, 1.0, plain[6].abs()
-    weight = ChannelFp8(group).empty(n, k)
-    weight.write(plain)
-    codes, scales = reference.quantise_channel_fp8(plain, group)
+    weight, importance = ChannelFp8(group).empty(n, k), randn(k).square()
+    weight.write(plain, importance=importance)
+    codes, scales = reference.quantise_channel_fp8(plain, group, importance)
     expected = ChannelFp8(group).empty(n, k)
     expected.write_codes(codes)
     expected.write_scales(scales)
@@ -108,20 +109,22 @@ def test_mxfp4_is_quantised_to_the_same_bits_on_every_rung(rung: str) -> None:
     assert found[4, :32].isnan().all() and not found[3].any() and (found[5, 64:96] == 1).all()
 
 
+@pytest.mark.parametrize("importance", [None, torch.arange(64.0) ** 2], ids=["alike", "weighed"])
 @pytest.mark.parametrize("zero_points", [False, True])
-def test_quantise_is_close_to_the_best_of_many_scales(rung: str, zero_points: bool) -> None:
+def test_quantise_is_close_to_the_best_of_many_scales(rung: str, zero_points: bool, importance: Tensor | None) -> None:
     plain = randn(16, 64)
     weight = Int4(32, zero_points).empty(16, 64)
-    weight.write(plain)
+    weight.write(plain, importance=importance)
     groups = torch.unflatten(plain, 1, (2, 32))
-    found = (groups.abs() * (torch.unflatten(weight.unpack(), 1, (2, 32)) - groups).square()).sum(-1)
+    weights = groups.abs() if importance is None else importance.view(2, 32)
+    found = (weights * (torch.unflatten(weight.unpack(), 1, (2, 32)) - groups).square()).sum(-1)
     best = torch.full((16, 2), float("inf"))
     for scale in torch.linspace(-0.6, 0.6, 601):
         if scale == 0:
             continue
         for zero in range(16) if zero_points else (8,):
             level = (groups / scale).round().clamp(-zero, 15 - zero)
-            best = torch.minimum(best, (groups.abs() * (level * scale - groups).square()).sum(-1))
+            best = torch.minimum(best, (weights * (level * scale - groups).square()).sum(-1))
     assert found.mean() < 1.1 * best.mean()
 
 
@@ -132,9 +135,9 @@ def test_int4_is_quantised_to_the_same_bits_on_every_rung(rung: str, form: Int4)
     n, k = 70, 2 * form.group + 37
     plain = randn(n, k) * 10.0 ** torch.linspace(-34, 36, n)[:, None]
     plain[3], plain[4, 5], plain[5, 60:], plain[6] = 0.0, torch.inf, 1.0, plain[6].abs()
-    weight = form.empty(n, k)
-    weight.write(plain)
-    codes, scales, zeros = reference.quantise_int4(plain, form.group, form.zero_points)
+    weight, importance = form.empty(n, k), None if form.zero_points else randn(k).square()
+    weight.write(plain, importance=importance)
+    codes, scales, zeros = reference.quantise_int4(plain, form.group, form.zero_points, importance)
     finite = by_input(scales, form.group, k).isfinite()
     assert torch.equal((weight.codes() + 8)[finite], codes[:, :k][finite].to(torch.int8))
     expected = form.empty(n, k)

@@ -59,13 +59,15 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.where((error != 0) & error.isfinite() & even, total.nextafter(towards), total).float()
 
 
-def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
+def quantise_int4(
+    x: Tensor, group: int, zero_points: bool, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise x[r, k] float32 in groups of inputs: x ~ (code - zero) * scale.
 
     Returns codes [r, k rounded up to groups] uint8, scales [r, groups] float32, which times 256 are exact in float16,
     and zeros [r, groups] uint8. Nine scales (and zeros) near the one that just covers the extreme values are tried,
-    each refined to the best for its codes; the one with the least sum of |x| (x - value)^2 is used: plain squares clip
-    large weights, which shrinks the sums that they decide.
+    each refined to the best for its codes; the one with the least sum of w (x - value)^2 is used. w is `importance`,
+    [k] float32, or without it |x|: plain squares clip large weights, which shrinks the sums that they decide.
     """
     r, k = x.shape
     x = F.pad(x, (0, -k % group)).view(r, -(-k // group), group)
@@ -76,8 +78,8 @@ def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Ten
     is_zero = largest < 1e-30
     unit = torch.where(is_zero, 1.0, largest)
     relative = torch.where(is_zero[..., None], 0.0, x / unit[..., None])
-    magnitudes = relative.abs()
-    squares = magnitudes * relative
+    weights = relative.abs() if importance is None else _by_group(importance, group)
+    weighted = weights * relative
     first, last = least / unit, most / unit
     gain, scales, zeros = torch.zeros(x.shape[:2]), torch.zeros(x.shape[:2]), torch.full(x.shape[:2], 8.0)
     for step in range(-3, 6):
@@ -89,8 +91,8 @@ def quantise_int4(x: Tensor, group: int, zero_points: bool) -> tuple[Tensor, Ten
             inverse = torch.where(-least > most, 8 + step / 4, -8 - step / 4)
             zero = torch.full_like(first, 8.0)
         levels = torch.clamp((relative * inverse[..., None]).round(), -zero[..., None], 15 - zero[..., None])
-        found = _ordered_sum(squares * levels)
-        norm = _ordered_sum(magnitudes * (levels * levels))
+        found = _ordered_sum(weighted * levels)
+        norm = _ordered_sum(weights * (levels * levels))
         better = (norm > 0) & (found * found > gain * norm)
         gain = torch.where(better, found * found / norm, gain)
         scales, zeros = torch.where(better, found / norm, scales), torch.where(better, zero, zeros)
@@ -147,6 +149,11 @@ def _e2m1_codes(x: Tensor) -> Tensor:
     return (code + 8 * x.signbit()).to(torch.uint8)
 
 
+def _by_group(importance: Tensor, group: int) -> Tensor:
+    """Return the importance of columns as [groups, group], with zeros in columns that only pad."""
+    return F.pad(importance, (0, -len(importance) % group)).view(-1, group)
+
+
 def _ordered_sum(x: Tensor) -> Tensor:
     """Return the sums of x[.., n] in the order of csrc/block_scaled/pack_block_scaled.cpp: 16 sums of every 16th
     number, then their halves."""
@@ -159,14 +166,15 @@ def _ordered_sum(x: Tensor) -> Tensor:
     return parts[..., 0]
 
 
-def quantise_channel_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantise_channel_fp8(x: Tensor, group: int, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise x[r, k] float32 in groups of inputs: x ~ code * scale.
 
     Returns codes [r, k] float8_e4m3fn and scales [r, groups] float32. The largest magnitude becomes 448 / (1 + i / 16),
-    for the i from 0 to 15 with the least sum of squared errors, in which codes below 2^-6 count as if they had all
-    their bits.
+    for the i from 0 to 15 with the least sum of importance * error^2, in which codes below 2^-6 count as if they had
+    all their bits. importance: [k] float32, 1 by default.
     """
     r, k = x.shape
+    of_columns = _by_group(torch.ones(k) if importance is None else importance, group)
     x = F.pad(x, (0, -k % group)).view(r, -(-k // group), group)
     finite = x.isfinite().all(-1)
     x = torch.where(finite[..., None], x, 0.0)
@@ -180,7 +188,7 @@ def quantise_channel_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         scaled = relative * factor[..., None]
         split = scaled * 1048577.0  # Veltkamp: of 24 bits, the upper 4 remain
         errors = (split - (split - scaled)) - scaled
-        error = _ordered_sum(errors * errors) * (wider * wider)
+        error = _ordered_sum(of_columns * (errors * errors)) * (wider * wider)
         best, least = torch.where(error < least, factor, best), torch.minimum(error, least)
     codes = (relative * best[..., None]).flatten(1)[:, :k].to(torch.float8_e4m3fn)
     return codes, torch.where(finite, torch.where(is_zero, 0.0, largest / best), torch.nan)

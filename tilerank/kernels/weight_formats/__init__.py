@@ -14,6 +14,7 @@ from .int4 import Int4 as Int4
 from .int8 import Int8 as Int8
 from .mxfp4 import Mxfp4 as Mxfp4
 from .output_scaled import OutputScaledFormat as OutputScaledFormat
+from .output_scaled import OutputScaledWeight as OutputScaledWeight
 from .token_int8 import TokenInt8 as TokenInt8
 
 LAYOUTS = (

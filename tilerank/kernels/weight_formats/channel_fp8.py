@@ -44,12 +44,14 @@ class ChannelFp8(OutputScaledFormat):
 class ChannelFp8Weight(OutputScaledBytes):
     codes_dtype = torch.float8_e4m3fn
     quantise_kernel = Contract(
-        "ChannelFp8Weight.write: w:weight source row:int col:int", kernel="quantise_channel_fp8", layout=_LAYOUT
+        "ChannelFp8Weight.write: w:weight source row:int col:int importance[_]?:f32",
+        kernel="quantise_channel_fp8",
+        layout=_LAYOUT,
     )
 
-    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantise(self, rows: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.format.group:
-            codes, scales = reference.quantise_channel_fp8(rows, self.format.group)
+            codes, scales = reference.quantise_channel_fp8(rows, self.format.group, importance)
             return codes, scales, None
         steps, scales = quantise_rows(rows, 0, 448, 0.0)
         return steps.to(torch.float8_e4m3fn), scales, None

@@ -46,7 +46,7 @@ class GroupInt8Weight(OutputScaledBytes):
     codes_dtype = torch.int8
     middle = 128
 
-    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantise(self, rows: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         steps, scales = quantise_rows(rows, self.format.group, 127, SCALE_UNIT)
         zeros = torch.full(scales.shape, 128, dtype=torch.uint8) if self.format.zero_points else None
         return (steps.round() + 128).to(torch.uint8), scales, zeros

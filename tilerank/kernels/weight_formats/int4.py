@@ -49,12 +49,14 @@ class Int4Weight(OutputScaledWeight):
     middle = 8
 
     quantise_kernel = Contract(
-        "Int4Weight.write: w:weight source row:int col:int", kernel="quantise_int4", layout=_LAYOUT
+        "Int4Weight.write: w:weight source row:int col:int importance[_]?:f32",
+        kernel="quantise_int4",
+        layout=_LAYOUT,
     )
 
-    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantise(self, rows: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         zero_points = self.format.zero_points
-        codes, scales, zeros = reference.quantise_int4(rows, self.format.group or self.k, zero_points)
+        codes, scales, zeros = reference.quantise_int4(rows, self.format.group or self.k, zero_points, importance)
         return codes, scales, zeros if zero_points else None
 
     def write_codes(self, codes: Tensor, row: int = 0, col: int = 0) -> None:

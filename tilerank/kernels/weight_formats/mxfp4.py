@@ -53,7 +53,7 @@ class Mxfp4(OutputScaledFormat):
 class Mxfp4Weight(OutputScaledWeight):
     """Where kernels run in plain torch, `values` are the codes, [n, k] uint8."""
 
-    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantise(self, rows: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         codes, exponents = _QUANTISE.run(rows.contiguous())
         return codes, exponents, None
 

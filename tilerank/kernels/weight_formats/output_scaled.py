@@ -104,9 +104,9 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
     """Does what `quantise` does for scales of groups, on all threads; None: there is no such kernel."""
 
     @abstractmethod
-    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantise(self, rows: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Quantise rows[r, c] float32 in plain torch: codes as `write_codes` takes them, scales and zero points
-        [r, groups]."""
+        [r, groups]. importance: as in `write`."""
 
     @abstractmethod
     def write_codes(self, codes: Tensor, row: int = 0, col: int = 0) -> None:
@@ -116,18 +116,24 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
     def codes(self) -> Tensor:
         """Return the codes as numbers around 0, [n, k]."""
 
-    def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
+    def write(self, rows: Tensor, row: int = 0, col: int = 0, importance: Tensor | None = None) -> None:
         """Quantise rows[r, c] into weight[row : row + r, col : col + c]; col must start a group.
 
-        rows: any floating-point dtype and strides. A group with an infinity or NaN becomes NaN.
+        rows: any floating-point dtype and strides. A group with an infinity or NaN becomes NaN. importance[c] float32:
+        by how much the squared errors of each column count, in formats that search for the best scales. Without it,
+        those of fp8 count alike, and those of int4 by the magnitude of the weight.
         """
         group, where = self.format.group, f"{type(self).__name__}.write: rows"
         rows = packable(where, rows)
         check_rectangle(where, rows, (self.n, self.k), (row, col), (1, group or self.k))
+        if importance is not None and importance.shape != rows.shape[1:]:
+            raise KernelError(
+                f"{type(self).__name__}.write: importance: expected [{rows.shape[1]}], found {list(importance.shape)}"
+            )
         if self.quantise_kernel is not None and group and not self.is_plain:
-            self.quantise_kernel.run(self, rows, row, col)
+            self.quantise_kernel.run(self, rows, row, col, importance)
             return
-        codes, scales, zeros = self.quantise(rows.float())
+        codes, scales, zeros = self.quantise(rows.float(), importance)
         self.write_codes(codes[:, : self.k - col], row, col)
         first = col // group if group else 0
         self.write_scales(scales, row, first)

@@ -126,6 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if is_rank(args):
+        if args.quantization not in ("int4", "fp8"):  # --calibration is for those of --formats that have a use for it
+            args.calibration = None
         text = _read(args)
         if args.writes_baseline:
             args.model = args.baseline or args.model

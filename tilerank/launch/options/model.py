@@ -105,14 +105,18 @@ class ModelOptions:
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
-    """Return what the options of `add_arguments`, or of `add_plan_arguments`, say. Raises LaunchError for a group or
-    zero points without int4."""
+    """Return what the options of `add_arguments`, or of `add_plan_arguments`, say. Raises LaunchError for
+    options of a quantisation that is not asked for."""
     for name in ("group", "zero_points"):
         if getattr(args, f"quantization_{name}") is not None and args.quantization != "int4":
             raise LaunchError(f"--quantization-{name.replace('_', '-')} needs --quantization int4")
+    if args.calibration is not None and args.quantization not in ("int4", "fp8"):
+        raise LaunchError("--calibration needs --quantization int4 or fp8")
     quantization = None
     if args.quantization is not None:
-        quantization = Quantization(args.quantization, args.quantization_group, args.quantization_zero_points)
+        quantization = Quantization(
+            args.quantization, args.quantization_group, args.quantization_zero_points, args.calibration
+        )
     given = {option.name: getattr(args, option.name.strip("-").replace("-", "_")) for option in all_options()}
     return ModelOptions(
         dtype=args.dtype,
@@ -182,6 +186,12 @@ def add_format_arguments(parser: argparse._ActionsContainer, dtype: str) -> None
         action=argparse.BooleanOptionalAction,
         help="int4: columns that share a scale share a code for 0 as well, instead of the middle of the codes "
         f"(default: {'yes' if DEFAULT_INT4_ZERO_POINTS else 'no'})",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="int4, fp8: weigh errors by the inputs that they meet, which `tilerank calibrate` wrote into FILE",
     )
     parser.add_argument(
         "--kv-cache-dtype",

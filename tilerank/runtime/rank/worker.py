@@ -16,12 +16,14 @@ from tilerank.kernels import core, ops
 from tilerank.kernels.graph import Profile
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import StateSlots
+from tilerank.loader.calibration import Calibration
 from tilerank.loader.card import ModelCard
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.rope import long_factors_note
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.group import RecordableGroup
+from tilerank.parallel.input_squares import InputSquares
 from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
 
@@ -83,12 +85,15 @@ class Worker:
         notes = (*self.card.overruled, long_factors_note(self.card.text, self.card.context_length))
         for note in filter(None, notes if group.rank == 0 else ()):
             log.info(note)
+        asked = config.quantization
+        calibration = None if asked is None or asked.calibration is None else Calibration(asked.calibration)
         self.load_report: LoadReport = load_weights(
             self._model,
             Checkpoint(model_dir),
             ignore=self._model.ignore,
             progress=group.rank == 0,
             quantization=self.card.quantization,
+            calibration=calibration,
         )
         specs = self._model.cache_specs()
         self.states = (config.states or num_states(self.max_total_tokens)) if has_states(specs) else 0
@@ -275,6 +280,10 @@ class Worker:
         complete = self._encodings.advance()
         self._counter.count_encode(time.perf_counter() - began)
         return complete
+
+    def observe_inputs(self) -> InputSquares:
+        """Sum the squares of what projections are multiplied with from now on. The worker must be eager."""
+        return InputSquares(self._model)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """ops.argmax of the logits of the last step."""

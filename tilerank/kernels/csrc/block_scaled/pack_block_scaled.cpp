@@ -4,6 +4,7 @@
 #define TR_SOURCE "block_scaled/pack_block_scaled.cpp"
 #include "simd/foreach_isa.h"
 #else
+#include "block_scaled/scale_search-inl.h"
 #include "linear/source_rows-inl.h"
 
 namespace tilerank::TR_RUNG {
@@ -73,130 +74,6 @@ static void put_bytes(const Tensor& values, int64_t n, int64_t k, const uint8_t*
   }
 }
 
-// How a K-block is quantised: value = (code - zero) * scale.
-struct Int4Params {
-  float scale;
-  int zero;
-};
-
-// Adds up in one order on every rung, so that all choose the same scales: kPartialSums sums of every 16th number, then
-// their halves.
-constexpr int64_t kPartialSums = 16;
-
-class OrderedSum {
- public:
-  OrderedSum() { std::fill_n(parts_, kVectors, zero()); }
-
-  // Adds kLanes numbers to the sums of part `part`.
-  void add(int64_t part, Vec x) { parts_[part] = parts_[part] + x; }
-
-  float total() const {
-    float sums[kPartialSums];
-    for (int64_t part = 0; part < kVectors; ++part) store(sums + part * kLanes, parts_[part]);
-    for (int64_t half = kPartialSums / 2; half > 0; half /= 2) {
-      for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
-    }
-    return sums[0];
-  }
-
-  static constexpr int64_t kVectors = kPartialSums / kLanes;
-
- private:
-  Vec parts_[kVectors];
-};
-
-// Searches the scale (and zero) of a group with the least sum of |x| (x - scale * l)^2, where l = the integer nearest
-// to x * inverse in [low, high]. For given l the best scale is sum(|x| x l) / sum(|x| l^2), and the error is least
-// where sum(|x| x l)^2 / sum(|x| l^2) is largest. Numbers are divided by the largest magnitude first, so that no power
-// of them overflows.
-class Int4Search {
- public:
-  // values[count] finite, `largest` their largest magnitude, count a multiple of kPartialSums. memory: 3 * count
-  // floats.
-  Int4Search(const float* values, int64_t count, float largest, float* memory)
-      : count_(count), x_(memory), magnitudes_(memory + count), squares_(memory + 2 * count) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const Vec x = load(values + i) / set(largest), magnitude = max(x, tilerank::TR_RUNG::zero() - x);
-      store(x_ + i, x);
-      store(magnitudes_ + i, magnitude);
-      store(squares_ + i, magnitude * x);
-    }
-  }
-
-  void attempt(float inverse, int zero) {
-    const Vec low = set(static_cast<float>(-zero)), high = set(static_cast<float>(15 - zero));
-    OrderedSum xl, ll;
-    for (int64_t i = 0; i < count_; i += kPartialSums) {
-      for (int64_t part = 0; part < OrderedSum::kVectors; ++part) {
-        const int64_t at = i + part * kLanes;
-        const Vec l = min(max(round_to_int(load(x_ + at) * set(inverse)), low), high);
-        xl.add(part, load(squares_ + at) * l);
-        ll.add(part, load(magnitudes_ + at) * (l * l));
-      }
-    }
-    const float products = xl.total(), squares = ll.total();
-    if (squares > 0 && products * products > gain_ * squares) {
-      gain_ = products * products / squares;
-      best = {products / squares, zero};
-    }
-  }
-
-  Int4Params best{0.0f, 8};  // of the numbers divided by the largest
-
- private:
-  const int64_t count_;
-  float* const x_;
-  float* const magnitudes_;
-  float* const squares_;  // with the sign of x
-  float gain_ = 0;
-};
-
-// The least and the largest of values and 0, and their largest magnitude, if all are finite.
-struct Extremes {
-  float least = 0, most = 0, largest = 0;
-  bool finite = true;
-
-  // count: a multiple of kPartialSums.
-  Extremes(const float* values, int64_t count) {
-    Vec low = zero(), high = zero(), wrong = zero();
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const Vec x = load(values + i);
-      low = max(low, zero() - x);
-      high = max(high, x);
-      wrong = wrong + (x - x);  // NaN, if x is infinite or NaN
-    }
-    finite = !std::isnan(sum(wrong));
-    if (!finite) return;
-    least = -max_of(low);
-    most = max_of(high);
-    largest = std::max(-least, most);
-  }
-
-  // Too small to divide by; then all become zeros.
-  bool are_tiny() const { return largest < 1e-30f; }
-};
-
-// The scale and zero of values[count]. memory: 3 * count floats.
-static Int4Params choose_int4(const float* values, int64_t count, bool zeros, float* memory) {
-  const Extremes extremes(values, count);
-  if (!extremes.finite) return {std::numeric_limits<float>::quiet_NaN(), 8};
-  if (extremes.are_tiny()) return {0.0f, 8};
-  const auto [least, most, largest, finite] = extremes;
-  Int4Search search(values, count, largest, memory);
-  const float first = least / largest, range = most / largest - first;
-  for (int step = -3; step <= 5; ++step) {
-    if (zeros) {
-      const float extra = static_cast<float>(step) / 2, inverse = (15 + extra) / range;
-      const float zero = -first * inverse - extra / 2;  // clips equally at both ends
-      search.attempt(inverse, std::clamp(static_cast<int>(std::lrint(zero)), 0, 15));
-    } else {
-      const float inverse = 8 + static_cast<float>(step) / 4;  // the extreme value, 1 or -1, becomes -8
-      search.attempt(-least > most ? inverse : -inverse, 8);
-    }
-  }
-  return {search.best.scale * largest, search.best.zero};
-}
-
 // x[padded] = the columns of row `row` of a source, then zeros.
 template <class T>
 static void read_group(const Tensor& source, int64_t row, Range columns, float* x, int64_t padded) {
@@ -207,20 +84,27 @@ static void read_group(const Tensor& source, int64_t row, Range columns, float* 
 }
 
 // source[r, c] with any strides; col starts a K-block. Inputs beyond the last column of its K-block become 0.
-TR_ENTRY(quantise_int4, Team& team, const OutputScaledWeight& w, const Tensor& source, int64_t row, int64_t col) {
+// importance[c]: weights of the errors of the columns; without it, errors weigh as much as the number.
+TR_ENTRY(quantise_int4, Team& team, const OutputScaledWeight& w, const Tensor& source, int64_t row, int64_t col,
+         const Tensor& importance) {
   const Rectangle rectangle(source, row, col);
   const int64_t k_block_inputs = w.values.size[2] * kTileK,
                 padded = blocks(k_block_inputs, kPartialSums) * kPartialSums;
-  char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (4 * sizeof(float) + 1)));
+  char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(padded) * (5 * sizeof(float) + 1)));
   float* const x = reinterpret_cast<float*>(memory);
-  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + 4 * padded);
+  float* const of_columns = x + 4 * padded;
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + 5 * padded);
+  std::fill_n(of_columns, padded, 0.0f);
   for_source("quantise", source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
       const int64_t k_block = (col + columns.begin) / k_block_inputs;
+      const int64_t count = columns.end - columns.begin;
+      if (importance) std::copy_n(importance.as<const float>() + columns.begin, count, of_columns);
       for (int64_t r = rows.begin; r < rows.end; ++r) {
         read_group<T>(source, r, columns, x, padded);
-        const Int4Params chosen = choose_int4(x, padded, static_cast<bool>(w.zeros), x + padded);
+        const Int4Params chosen =
+            choose_int4(x, importance ? of_columns : nullptr, padded, static_cast<bool>(w.zeros), x + padded);
         const float most = 65504 * kGroupScaleUnit;
         const float wanted = std::isnan(chosen.scale) ? chosen.scale : std::clamp(chosen.scale, -most, most);
         const uint16_t stored = _cvtss_sh(wanted / kGroupScaleUnit, _MM_FROUND_TO_NEAREST_INT);
@@ -304,40 +188,21 @@ TR_ENTRY(quantise_fp8, Team& team, const ByteCodesWeight& w, const Tensor& sourc
   });
 }
 
-// Returns the factor, of 448 / (1 + i / 16), with the least squared error of values times factor as fp8.
-// relative[count]: values by the largest magnitude; count a multiple of kPartialSums. Codes below 2^-6 count as if they
-// had all bits.
-static float choose_fp8(const float* relative, int64_t count) {
-  float best = 448, least = std::numeric_limits<float>::infinity();
-  for (int step = 0; step < 16; ++step) {
-    const float wider = 1 + static_cast<float>(step) / 16, factor = 448 / wider;
-    OrderedSum sum;
-    for (int64_t i = 0; i < count; i += kPartialSums) {
-      for (int64_t part = 0; part < OrderedSum::kVectors; ++part) {
-        // Veltkamp: of 24 bits, the upper 4 remain.
-        const Vec x = load(relative + i + part * kLanes) * set(factor), split = x * set(1048577.0f);
-        const Vec error = (split - (split - x)) - x;
-        sum.add(part, error * error);
-      }
-    }
-    const float error = sum.total() * (wider * wider);
-    if (error < least) least = error, best = factor;
-  }
-  return best;
-}
-
-// source[r, c] with any strides; col starts a K-block, which has a scale for each output.
-TR_ENTRY(quantise_channel_fp8, Team& team, const OutputScaledWeight& w, const Tensor& source, int64_t row,
-         int64_t col) {
+// source[r, c] with any strides; col starts a K-block, which has a scale for each output. importance: as above.
+TR_ENTRY(quantise_channel_fp8, Team& team, const OutputScaledWeight& w, const Tensor& source, int64_t row, int64_t col,
+         const Tensor& importance) {
   const Rectangle rectangle(source, row, col);
   const int64_t k_block_inputs = w.values.size[2] * kTileK;  // a multiple of kPartialSums
-  char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(k_block_inputs) * (sizeof(float) + 1)));
+  char* const memory = static_cast<char*>(team.scratch(static_cast<size_t>(k_block_inputs) * (2 * sizeof(float) + 1)));
   float* const x = reinterpret_cast<float*>(memory);
-  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + k_block_inputs);
+  float* const of_columns = x + k_block_inputs;
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(x + 2 * k_block_inputs);
+  std::fill_n(of_columns, k_block_inputs, 1.0f);
   for_source("quantise", source.dtype, [&](auto type) {
     using T = decltype(type);
     rectangle.for_pieces(kBlockN, k_block_inputs, team, [&](Range rows, Range columns) {
       const int64_t count = columns.end - columns.begin, k_block = (col + columns.begin) / k_block_inputs;
+      if (importance) std::copy_n(importance.as<const float>() + columns.begin, count, of_columns);
       for (int64_t r = rows.begin; r < rows.end; ++r) {
         read_group<T>(source, r, columns, x, k_block_inputs);
         const int64_t n = row + r;
@@ -347,7 +212,7 @@ TR_ENTRY(quantise_channel_fp8, Team& team, const OutputScaledWeight& w, const Te
         scale = extremes.finite ? 0 : std::numeric_limits<float>::quiet_NaN();
         if (extremes.finite && !extremes.are_tiny()) {
           for (int64_t i = 0; i < k_block_inputs; ++i) x[i] /= extremes.largest;
-          const float factor = choose_fp8(x, k_block_inputs);
+          const float factor = choose_fp8(x, of_columns, k_block_inputs);
           for (int64_t i = 0; i < count; ++i) codes[i] = to_fp8(x[i] * factor);
           scale = extremes.largest / factor;
         }
