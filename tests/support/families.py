@@ -388,11 +388,8 @@ GEMMA3 = Record(
     prompts=(1, 19, 21, 43, 70),
     seed=3,
     starts=(
-        Start(1, SPLIT, ALL),
-        Start(2),
-        Start(3, SPLIT),
-        Start(5, SPLIT, dtypes=FP32),
-        Start(6, PAD),
+        Start(1, SPLIT),
+        *(Start(tp, PAD if tp in (3, 6) else SPLIT, dtypes=FP32) for tp in (2, 3, 5, 6)),
         Start(2, SPLIT, PLAIN, FP32, models=("as-1b",)),
         Start(2, SPLIT, dtypes=FP32, models=("as-1b",), chunk_rows=(7,)),
     ),
@@ -403,6 +400,12 @@ GEMMA3_VISION = Record(
     {"gemma3-6-3": tiny("gemma3", 4, (6, 3), head_dim=24, hidden=144, inter=200, vocab=777, layers=3)},
     new_tokens=8,
     # Pictures of 16 tokens reach across the windows of 20. Chunks of 18 tokens hold a picture each.
-    starts=(*WITH_MEDIA, Start(2, SPLIT, dtypes=FP32, chunk_rows=(18,))),
+    starts=(
+        Start(1, SPLIT),
+        Start(3, SPLIT),
+        Start(6, PAD, dtypes=FP32),
+        Start(2, PAD, PLAIN, FP32),
+        Start(2, SPLIT, dtypes=FP32, chunk_rows=(18,)),
+    ),
 )
 RECORDS = (TEXT, QWEN35, DEEPSEEK, GPT_OSS, VISION, MLLAMA, MOSS, OMNI, GEMMA3, GEMMA3_VISION)
