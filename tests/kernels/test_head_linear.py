@@ -14,12 +14,13 @@ from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight import Format
 from tilerank.kernels.weight_formats.floats import Float
 from tilerank.kernels.weight_formats.fp8 import Fp8
+from tilerank.kernels.weight_formats.int4_a8 import Int4A8
 from tilerank.kernels.weight_formats.int8 import Int8, Int8Weight
 from tilerank.kernels.weight_formats.token_int8 import TokenInt8
 
 pytestmark = pytest.mark.usefixtures("rung")
 
-FORMATS = [Float(torch.float32), Float(torch.bfloat16), Int8(), TokenInt8(), Fp8()]
+FORMATS = [Float(torch.float32), Float(torch.bfloat16), Int8(), TokenInt8(), Fp8(), Int4A8(32, True)]
 
 
 def packed(heads: int, n: int, k: int, form: Format) -> PackedExperts:
@@ -43,7 +44,7 @@ def exact(x: Tensor, weight: PackedExperts) -> tuple[Tensor, Tensor]:
         values, rows = weight.unpack(head).double(), x[:, head].double()
         out[:, head] = rows @ values.T
         error = torch.finfo(torch.float32).eps * math.sqrt(weight.k) * (rows.abs() @ values.abs().T)
-        if isinstance(weight.weight, Int8Weight):  # rounding to codes, half a step of every x
+        if weight.weight.format.operands == "int8":  # rounding to codes, half a step of every x
             error += (rows.abs().amax(1) / 127 * 0.501)[:, None] * values.abs().sum(1)
         bound[:, head] = error + half_ulp * (out[:, head].abs() + error)
     return out, bound * 1.01

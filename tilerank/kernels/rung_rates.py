@@ -21,7 +21,7 @@ from .graph import Graph
 from .kv_pages import PAGE_TOKENS, KVPages
 from .linear import linear
 from .weight import Format
-from .weight_formats import BlockInt8, ChannelFp8, Float, Fp8, GroupInt8, Int4, Int8, Mxfp4, TokenInt8
+from .weight_formats import BlockInt8, ChannelFp8, Float, Fp8, GroupInt8, Int4, Int4A8, Int8, Mxfp4, TokenInt8
 
 Rates = Mapping[str, Mapping[str, Sequence[float]]]
 """Operations per second by kind and candidate, one for each round. Candidates are in the order in which they are
@@ -36,6 +36,7 @@ _FORMATS: tuple[Format, ...] = (
     Int8(),
     TokenInt8(),
     Int4(64),
+    Int4A8(64),
     Mxfp4(),
     Fp8(128, 128),
     BlockInt8(128, 128),

@@ -71,6 +71,8 @@ def test_linear_counts_weights_and_agrees_with_torch() -> None:
                 "int4",
                 "int4-g32",
                 "mxfp4",
+                "int4-a8",
+                "int4-a8-g32",
                 "fp8",
                 "block-int8",
                 "channel-fp8",
@@ -90,11 +92,12 @@ def test_linear_counts_weights_and_agrees_with_torch() -> None:
 def test_linear_counts_packed_bytes() -> None:
     if core.isa() == "reference":
         pytest.skip("plain torch packs nothing")
-    found = entries("--only", "linear", "--m", "3", "--shape", "64x96", "--formats", "int8,int4,int4-g32,fp8")
+    found = entries("--only", "linear", "--m", "3", "--shape", "64x96", "--formats", "int8,int4,int4-a8,int4-g32,fp8")
     products = 2 * 3 * 64 * 96
     assert found["linear 3 x 64 x 96 int8"].work == Work(64 * (128 + 4), int8=products)
     # Inputs padded to groups; a scale of two bytes for each group of an output, or of four for each block.
     assert found["linear 3 x 64 x 96 int4"].work == Work(64 * (128 // 2 + 2), bf16=products)
+    assert found["linear 3 x 64 x 96 int4-a8"].work == Work(64 * (128 // 2 + 2), int8=products)
     assert found["linear 3 x 64 x 96 int4-g32"].work == Work(64 * (96 // 2 + 3 * 2), bf16=products)
     assert found["linear 3 x 64 x 96 fp8"].work == Work(64 * 128 + 64, bf16=products)
 

@@ -45,6 +45,24 @@ def product_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return total * scales
 
 
+def product_int4(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, step: int) -> Tensor:
+    """Return x[m, k], quantised in steps of inputs, @ ((codes[n, k] - zeros) * scales).T.
+
+    scales, zeros: [n, groups]. The exact sums of a step are multiplied with the scale of x, then with that of the
+    weight's group, and added in fp32, step by step.
+    """
+    m, k = x.shape
+    rows, row_scales = quantise_rows(F.pad(x.float(), (0, -k % step)).view(-1, step))
+    steps, by_step = rows.double().view(m, -1, step), row_scales.view(m, -1, 1)
+    total = torch.zeros(m, codes.shape[0])
+    for i, of_codes in enumerate(torch.split(codes.double(), step, 1)):
+        at = i * step // group
+        numbers = of_codes if zeros is None else of_codes - zeros[:, at, None]
+        sums = (steps[:, i, : numbers.shape[1]] @ numbers.T).float()
+        total = fma(sums * by_step[:, i], scales[:, at], total)
+    return total
+
+
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return a * b + c, rounded once to float32; a * b must be exact in float64.
 

@@ -11,6 +11,7 @@ from .floats import Float as Float
 from .fp8 import Fp8 as Fp8
 from .group_int8 import GroupInt8 as GroupInt8
 from .int4 import Int4 as Int4
+from .int4_a8 import Int4A8 as Int4A8
 from .int8 import Int8 as Int8
 from .mxfp4 import Mxfp4 as Mxfp4
 from .output_scaled import OutputScaledFormat as OutputScaledFormat
@@ -22,6 +23,7 @@ LAYOUTS = (
     Int8.layout,
     TokenInt8.layout,
     Int4.layout,
+    Int4A8.layout,
     Mxfp4.layout,
     Fp8.layout,
     BlockInt8.layout,

@@ -36,6 +36,8 @@ FORMAT_NAMES = (
     "token-int8",
     "int4",
     "int4-g32",
+    "int4-a8",
+    "int4-a8-g32",
     "mxfp4",
     "fp8",
     "channel-fp8",

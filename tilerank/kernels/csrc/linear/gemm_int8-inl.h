@@ -74,7 +74,8 @@ static inline float load_float(const char* p) {
 // otherwise keeps the sums in memory. For the same reason the micro-kernels are functions of their own.
 template <int R, class F>
 [[gnu::always_inline]] static inline void for_int8_rows(const F& f) {
-  [&]<int... r>(std::integer_sequence<int, r...>) { (f(r), ...); }(std::make_integer_sequence<int, R>{});
+  [&]<int... r>(std::integer_sequence<int, r...>)
+      __attribute__((always_inline)) { (f(r), ...); }(std::make_integer_sequence<int, R>{});
 }
 
 // sums = the starts of R rows.

@@ -1,0 +1,225 @@
+// The form of products of int8 activations with int4 weights (block_scaled.h), in vectors, compiled once per rung (no
+// include guard; include after gemm_int8-inl.h and nibbles-inl.h).
+//
+//   total += scale[g] * (the row's scale of the step * (sum(code of x * value) - zero[g] * sum(code of x)))
+//
+// for each step, in order: one multiplication and one fused multiply-add. A step is 64 inputs, or 32 if a group g of
+// the weight is no multiple of 64. Sums are exact, and so is their correction by the zero point. Values are expanded to
+// value + 8; sums start from the products of the row's codes with -8.
+//
+// A step of rows is stored as in gemm_int8-inl.h, but with quads of 4 bytes on every rung: of every eight inputs 0, 4,
+// 1 and 5, then 2, 6, 3 and 7, the order in which the nibbles of a weight are expanded.
+
+namespace tilerank::TR_RUNG {
+
+constexpr int kInt4Zero = 8;
+constexpr int64_t kInt4TileInputs = 32, kInt4TileBytes = 512;  // of both halves of a block
+
+// The codes of every eight inputs in the order of nibbles.
+static inline Ints in_nibble_order(Ints codes) {
+  alignas(16) static constexpr int8_t kOrder[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+  return shuffle_bytes(codes, kOrder);
+}
+
+// The values of eight inputs of kLanes outputs, as two quads of unsigned bytes.
+struct Int4Line {
+  Ints codes;
+
+#ifdef TR_AVX512
+  explicit Int4Line(const char* at) : codes(load_ints(at)) {}
+  Ints low() const { return differ_both(codes, bytes(0x0f), bytes(kInt4Zero)); }
+  Ints high() const { return differ_both(shift_down<4>(codes), bytes(0x0f), bytes(kInt4Zero)); }
+#else
+  explicit Int4Line(const char* at) : codes(differ(load_ints(at), bytes(kInt4Zero * 0x11))) {}
+  Ints low() const { return both(codes, bytes(0x0f)); }
+  Ints high() const { return both(shift_halves_down<4>(codes), bytes(0x0f)); }
+#endif
+};
+
+template <int64_t kStepInputs>
+struct Int4Form {
+  using Weight = OutputScaledWeight;
+  using Sum = Vec;
+  static constexpr bool kGrouped = true;
+  static constexpr int64_t kInputs = kStepInputs;
+  static constexpr int64_t kRowCodes = kInputs;
+  static constexpr int64_t kWeightBytes = kInputs / kInt4TileInputs * kInt4TileBytes;
+  static constexpr int64_t kHalfBytes = kInt4TileBytes / 2;
+  static constexpr int64_t kLines = 4;  // of half a tile
+
+  // As pack_codes, in nibble order.
+  static void pack(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
+                   int32_t* starts) {
+#ifdef TR_AVX512
+    Ints lines[16] = {}, quads[16], sums{};
+    for (int r = 0; r < kInt8Rows; ++r) lines[r] = in_nibble_order(load_ints(codes[r]));
+    transpose(lines, quads);
+    for (int64_t i = 0; i < kInputs / 4; ++i, to += stride) {
+      store(to, quads[i], rows);
+      sums = add_dot(sums, bytes(kInt4Zero), quads[i]);
+    }
+    store(starts, subtract(Ints{}, sums), rows);
+#else
+    for (int64_t r = 0; r < rows; ++r) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kInputs; i += 32) {
+        alignas(32) int8_t ordered[32];
+        store(ordered, in_nibble_order(load_ints(codes[r] + i)));
+        for (int64_t j = 0; j < 32; j += 4) std::memcpy(to + (i + j) / 4 * stride + r * 4, ordered + j, 4);
+        for (const int8_t code : ordered) sum += code;
+      }
+      starts[r] = -kInt4Zero * sum;
+    }
+#endif
+  }
+
+  template <int R>
+  [[gnu::always_inline]] static void dot(const char* x, const char* weight, Int8Prefetch& ahead,
+                                         Ints (&sums)[R][kInt8VecsAtOnce]) {
+    int64_t tiles = kInputs / kInt4TileInputs;
+    asm("" : "+r"(tiles));  // as in dot_step
+    for (int64_t i = 0; i < tiles; ++i) {
+      dot_tile<R>(x + i * R * kInt4TileInputs, weight + i * kInt4TileBytes, ahead, sums);
+    }
+  }
+
+  static constexpr int kZero = kInt4Zero;
+#ifdef TR_AMX
+  static Ints in_order(Ints codes) { return in_nibble_order(codes); }
+  static const char* tiles(const char* codes, int64_t steps, char* expanded) {
+    char* to = expanded;
+    for (int64_t step = 0; step < steps; ++step, codes += kWeightBytes) {
+      for (int half = 0; half < 2; ++half) {
+        for (int64_t i = 0; i < kInputs / 8; ++i, to += 128) {
+          const Int4Line line(codes + i / 4 * kInt4TileBytes + half * kHalfBytes + i % 4 * 64);
+          store(to, line.low());
+          store(to + 64, line.high());
+        }
+      }
+    }
+    return expanded;
+  }
+#endif
+
+  struct Block {
+    const char* codes;
+
+    Block(const Weight& w, int64_t block)
+        : codes(w.values.row<const char>(block)),
+          scales_(w.scales.row<const f16>(block)),
+          zeros_(w.zeros ? w.zeros.row<const int8_t>(block) : nullptr),
+          steps_(w.scales.size[1] == 1 ? int64_t{1} << 62 : w.values.size[2] * kInt4TileInputs / kInputs) {}
+
+    struct Step {
+      Vec scales[kInt8VecsAtOnce], zeros[kInt8VecsAtOnce];
+      bool has_zeros;
+
+      Vec add(int v, Ints sums, const char* start, Vec row_scale, Vec total) const {
+        Vec exact = to_vec(sums);
+        if (has_zeros) exact = fma(zeros[v], to_vec(load_word(start)), exact);
+        return fma(exact * row_scale, scales[v], total);
+      }
+    };
+    Step step(int64_t step, int half) const {
+      const int64_t place = step / steps_ * kBlockN + half * kInt8VecsAtOnce * kLanes;
+      Step of;
+      of.has_zeros = zeros_ != nullptr;
+      for (int v = 0; v < kInt8VecsAtOnce; ++v) {
+        of.scales[v] = load(scales_ + place + v * kLanes);
+        // Sums start from -8 times the sum of the codes.
+        if (zeros_) of.zeros[v] = load(zeros_ + place + v * kLanes) * set(1.0f / kInt4Zero);
+      }
+      return of;
+    }
+
+    Vec value(int, Vec total, float) const { return total * set(kGroupScaleUnit); }
+
+   private:
+    const f16* const scales_;
+    const int8_t* const zeros_;
+    const int64_t steps_;  // that share a scale
+  };
+
+ private:
+  // sums += the products of a tile, and of its second half kHalfBytes on, with R rows.
+#ifdef TR_AVX512
+  template <int R>
+  [[gnu::always_inline]] static void dot_tile(const char* x, const char* tile, Int8Prefetch& ahead,
+                                              Ints (&sums)[R][kInt8VecsAtOnce]) {
+    if constexpr (R <= kInt8RowsInOrder) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kInt8VecsAtOnce; ++v) dot_in_order<R>(x, tile + v * kHalfBytes, ahead, v, sums);
+    } else {
+      dot_lines<R>(x, tile, kHalfBytes, ahead, sums);
+    }
+  }
+
+  // The same for one half.
+  template <int R>
+  [[gnu::always_inline]] static void dot_in_order(const char* x, const char* half, Int8Prefetch& ahead, int v,
+                                                  Ints (&sums)[R][kInt8VecsAtOnce]) {
+    int64_t lines = kLines;
+    asm("" : "+r"(lines));  // as in dot_step
+    for (int64_t i = 0; i < lines; ++i, x += 2 * R * 4, ahead.at += ahead.step / 2) {
+      _mm_prefetch(ahead.at, _MM_HINT_T0);
+      const Int4Line line(half + i * 64);
+      const Ints low = line.low(), high = line.high();
+      for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
+        sums[r][v] = add_dot(sums[r][v], low, load_word(x + r * 4));
+        sums[r][v] = add_dot(sums[r][v], high, load_word(x + (R + r) * 4));
+      });
+    }
+  }
+
+  [[gnu::always_inline]] static void add_quad(Ints& sums, Ints values, Ints word) {
+    sums = add_dot(sums, values, word);
+  }
+#else
+  // The sums of a tile fit into 16 bits: each is of 16 products of at most 15 * 127.
+  template <int R>
+  [[gnu::always_inline]] static void dot_tile(const char* x, const char* tile, Int8Prefetch& ahead,
+                                              Ints (&sums)[R][kInt8VecsAtOnce]) {
+    Ints own[R][kInt8VecsAtOnce] = {};
+    dot_lines<R>(x, tile, kHalfBytes / 8, ahead, own);
+    for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
+      sums[r][0] = add(sums[r][0], TR_RUNG::dot(own[r][0], halves(1)));
+      sums[r][1] = add(sums[r][1], TR_RUNG::dot(own[r][1], halves(1)));
+    });
+  }
+
+  [[gnu::always_inline]] static void add_quad(Ints& sums, Ints values, Ints word) {
+    sums = add_halves(sums, dot_bytes(values, word));
+  }
+#endif
+
+  // sums += the products of the lines of a tile. step: bytes from a line of the first vector to that of the second.
+  template <int R>
+  [[gnu::always_inline]] static void dot_lines(const char* x, const char* tile, int64_t step, Int8Prefetch& ahead,
+                                               Ints (&sums)[R][kInt8VecsAtOnce]) {
+    const auto dot_quads = [&](Ints left, Ints right, const char* words) __attribute__((always_inline)) {
+      for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
+        const Ints word = load_word(words + r * 4);
+        add_quad(sums[r][0], left, word);
+        add_quad(sums[r][1], right, word);
+      });
+    };
+    int64_t lines = kLines;
+    asm("" : "+r"(lines));  // as in dot_step
+    for (int64_t i = 0; i < lines; ++i, x += 2 * R * 4, ahead.at += ahead.step) {
+      _mm_prefetch(ahead.at, _MM_HINT_T0);
+      _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
+      const Int4Line left(tile + i * 64), right(tile + i * 64 + step);
+      dot_quads(left.low(), right.low(), x);
+      dot_quads(left.high(), right.high(), x + R * 4);
+    }
+  }
+};
+
+// Calls f with the form of the products of a weight.
+template <class F>
+static void with_int4_form(const OutputScaledWeight& w, const F& f) {
+  const bool wide = w.values.size[2] * kInt4TileInputs % 64 == 0;  // the inputs of a K-block
+  wide ? f(Int4Form<64>()) : f(Int4Form<32>());
+}
+
+}  // namespace tilerank::TR_RUNG
