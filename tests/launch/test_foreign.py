@@ -169,7 +169,7 @@ def test_a_dead_rank_ends_torchrun(endless: tuple[object, ...]) -> None:
 def test_torchrun_starts_ranks_again(expected: list[int]) -> None:
     """The agent's store outlives the ranks and still has the keys of the first attempt."""
     launcher = (*TORCHRUN, "--max-restarts", "1")
-    with Run(*GENERATE, "--max-new-tokens", 2000, "--json", launcher=launcher, command=MODULE) as running:
+    with Run(*GENERATE, "--max-new-tokens", 500, "--json", launcher=launcher, command=MODULE) as running:
         running.await_line("collectives")
         pid = running.rank_pid(1, "RANK")
         assert pid is not None

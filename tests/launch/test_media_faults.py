@@ -145,7 +145,7 @@ def test_the_process_that_decodes_is_lost(server: Server) -> None:
         return [pid for pid, ticks in before.items() if cpu_ticks(pid) > ticks]
 
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(server.post, CHAT, asking(square(8000, "red")))
+        asked = threads.submit(server.post, CHAT, asking(square(5000, "red")))
         await_true(at_work, 120, "nothing is decoded")
         (decoder,) = at_work()
         os.kill(decoder, signal.SIGKILL)

@@ -93,7 +93,7 @@ def generate(engine: Engine) -> list[tuple[int, int]]:
             length = int(torch.randint(1, 40, (1,), generator=draw))
             ids = torch.randint(0, engine.card.vocab_size, (length,), generator=draw).tolist()
             params = SamplingParams(
-                max_new_tokens=2 + 3 * number, ignore_eos=True, temperature=0.8 * (number % 2), seed=number, logprobs=2
+                max_new_tokens=2 + number, ignore_eos=True, temperature=0.8 * (number % 2), seed=number, logprobs=2
             )
             requests.append(Request(Prompt(ids), params))
         events += [(event.request, event.token_id) for event in engine.generate(requests)]
