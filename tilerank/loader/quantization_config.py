@@ -15,10 +15,15 @@ from .errors import ConfigError
 
 Layout = Literal["awq", "gptq", "packed", "fp8", "int8", "mxfp4"]
 Codes = Literal["int8", "int4", "fp8", "mxfp4"]
+ActivationBits = Literal[8, 16]
 
 INT4_GROUPS = (32, 64, 128)
 DEFAULT_INT4_GROUP = 64
 DEFAULT_INT4_ZERO_POINTS = False
+
+ACTIVATION_BITS: tuple[ActivationBits, ...] = (8, 16)
+DEFAULT_ACTIVATION_BITS: ActivationBits = 8
+"""Bits of the activations that int4 weights are multiplied with; 8 are rounded while a model runs."""
 
 _WRAPPERS = ("model", "language_model", "thinker")
 """Parts at the beginning of names in which the tensors of a file and the modules in memory differ."""
@@ -140,14 +145,20 @@ def _parts(module: str) -> Iterator[str]:
             yield ".".join(parts[first : last + 1])
 
 
-def check_agreement(stored: QuantizationConfig | None, asked: Quantization | None, dtype: str) -> None:
-    """Raise ConfigError if a command asks for other codes than the checkpoint has, or for float32 activations."""
+def check_agreement(
+    stored: QuantizationConfig | None, asked: Quantization | None, dtype: str, activation_bits: ActivationBits
+) -> None:
+    """Raise ConfigError if a command asks for other codes than the checkpoint has, or for float32 activations, or for
+    activations of 16 bits with codes that are defined with 8."""
     if stored is not None and asked is not None and not _same(stored.scheme, asked):
         raise ConfigError(
             f"quantization: expected none, or {stored.scheme} as the checkpoint is quantised already, found {asked}"
         )
     if (stored or asked) is not None and dtype == "float32":
         raise ConfigError("dtype: expected bfloat16 with quantised weights, found float32")
+    layout = (asked and asked.codes) if stored is None else stored.scheme.layout
+    if activation_bits == 16 and layout == "int8":
+        raise ConfigError("activation_bits: expected 8 with int8 weights, found 16")
 
 
 def held_codes(stored: QuantizationConfig | None, asked: Quantization | None) -> Codes | None:

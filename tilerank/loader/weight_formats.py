@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from tilerank.kernels.weight_formats import BlockInt8, ChannelFp8, Format, Fp8, GroupInt8, Int4, Int8, Mxfp4, TokenInt8
+from tilerank.kernels.weight_formats import (
+    BlockInt8,
+    ChannelFp8,
+    Format,
+    Fp8,
+    GroupInt8,
+    Int4,
+    Int4A8,
+    Int8,
+    Mxfp4,
+    TokenInt8,
+)
 from tilerank.parallel.sharding import WeightFormats
 
 from .quantization_config import (
+    DEFAULT_ACTIVATION_BITS,
     DEFAULT_INT4_GROUP,
     DEFAULT_INT4_ZERO_POINTS,
     INT4_GROUPS,
+    ActivationBits,
     Quantization,
     QuantizationConfig,
     Scheme,
@@ -19,25 +32,30 @@ from .quantization_config import (
 
 _FP8_GROUP = 128  # of what is quantised while loading
 _FP8_BLOCK = (32, 128)  # the smallest number of rows that the kernels have blocks of
+_INT4: dict[ActivationBits, type[Int4]] = {8: Int4A8, 16: Int4}
 
 
 def weight_formats(
-    stored: QuantizationConfig | None, dtype: torch.dtype, quantization: Quantization | None
+    stored: QuantizationConfig | None,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    activation_bits: ActivationBits = DEFAULT_ACTIVATION_BITS,
 ) -> WeightFormats | None:
     """Return the formats of a model's weights; None if all are floats of `dtype`.
 
     stored: how the checkpoint is quantised, if it is. quantization: what the command asks for; a quantised checkpoint
-    needs none. Raises ConfigError as `check_agreement` does.
+    needs none. activation_bits: of the activations that int4 weights are multiplied with. Raises ConfigError as
+    `check_agreement` does.
     """
-    check_agreement(stored, quantization, str(dtype).removeprefix("torch."))
+    check_agreement(stored, quantization, str(dtype).removeprefix("torch."), activation_bits)
     if stored is not None:
         config = stored
 
         def held(module: str) -> Format | None:
             scheme = config.scheme_of(module)
-            return None if scheme is None else stored_format(scheme)
+            return None if scheme is None else stored_format(scheme, activation_bits)
 
-        main = stored_format(config.scheme)
+        main = stored_format(config.scheme, activation_bits)
         return None if main is None else WeightFormats(main, main, held)
     if quantization is None:
         return None
@@ -45,10 +63,10 @@ def weight_formats(
     # projections to values, which cause a quarter of the error of 4 bits with few of the weights
     # (docs/quantisation.md).
     values = Int8() if quantization.codes in ("int4", "mxfp4") else None
-    return WeightFormats(_asked_format(quantization), Int8(), values=values)
+    return WeightFormats(_asked_format(quantization, activation_bits), Int8(), values=values)
 
 
-def stored_format(scheme: Scheme) -> Format | None:
+def stored_format(scheme: Scheme, activation_bits: ActivationBits = DEFAULT_ACTIVATION_BITS) -> Format | None:
     """Return the format in which weights of a scheme are held, before any cut; None: as floats.
 
     Floats, if groups are permuted (act_order): kernels need groups of neighbouring columns, and a rank's columns belong
@@ -65,10 +83,10 @@ def stored_format(scheme: Scheme) -> Format | None:
         return Mxfp4()
     # Larger groups are held as several with the same scale, unless there is one alone.
     group = max(size for size in INT4_GROUPS if columns % size == 0) if columns else 0
-    return (Int4 if scheme.bits == 4 else GroupInt8)(group, zero_points=not scheme.symmetric)
+    return (_INT4[activation_bits] if scheme.bits == 4 else GroupInt8)(group, zero_points=not scheme.symmetric)
 
 
-def _asked_format(quantization: Quantization) -> Format:
+def _asked_format(quantization: Quantization, activation_bits: ActivationBits) -> Format:
     if quantization.codes == "int8":
         return Int8()
     if quantization.codes == "fp8":
@@ -76,6 +94,6 @@ def _asked_format(quantization: Quantization) -> Format:
     if quantization.codes == "mxfp4":
         return Mxfp4()
     zero_points = quantization.zero_points
-    return Int4(
+    return _INT4[activation_bits](
         quantization.group or DEFAULT_INT4_GROUP, DEFAULT_INT4_ZERO_POINTS if zero_points is None else zero_points
     )

@@ -49,7 +49,7 @@ def test_int8_is_a_byte_a_weight_and_a_scale_a_row(tmp_path: Path) -> None:
     assert plan.memory.weights == (PARAMETERS - NORMS - table) + 4 * rows + 2 * (NORMS + table + ROPE)
     assert (plan.dtype, plan.quantization) == ("bfloat16", "int8")
     assert plan.bits_per_weight == 8 * plan.memory.weights / PARAMETERS
-    assert "3.34 billion parameters, int8, 8.78 bits a weight, 1 rank" in render(plan)
+    assert "3.34 billion parameters, int8 with 8-bit activations, 8.78 bits a weight, 1 rank" in render(plan)
 
 
 def test_an_int8_cache_is_a_byte_a_value_and_a_scale_a_token(tmp_path: Path) -> None:
@@ -107,6 +107,18 @@ def test_the_same_quantisation_may_be_asked_for(tmp_path: Path) -> None:
     asked = (None, Quantization("int4"), Quantization("int4", 128))
     plans = [plan_on(sockets(1, 8), tmp_path / f"{i}", config, 1, quantization=one) for i, one in enumerate(asked)]
     assert len({plan.memory.weights for plan in plans}) == 1
+
+
+def test_int4_weights_may_keep_activations_of_16_bits(tmp_path: Path) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    stored = config_of(tmp_path, quantization_config=awq)
+    plans = [plan_on(sockets(1, 8), tmp_path / f"{bits}", stored, 1, activation_bits=bits) for bits in (8, 16)]
+    assert plans[0].memory == plans[1].memory
+    assert [plan.activation_bits for plan in plans] == [8, 16]
+    assert "int4 with 16-bit activations, " in render(plans[1])
+    with pytest.raises(ConfigError, match=r"^activation_bits: expected 8 with int8 weights, found 16$"):
+        asked = Quantization("int8")
+        plan_on(sockets(1, 8), tmp_path, config_of(tmp_path), 1, quantization=asked, activation_bits=16)
 
 
 def test_options_of_quantisation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
     max_rss = [peak_rss(rank.pid) for rank in ranks]  # before the probe allocates the memory that it reads
     options = model_options(args)
     dtype, cache_dtype = options.torch_dtype(engine.card), options.torch_kv_dtype(engine.card)
-    work = model_work(engine.card, dtype, options.quantization, cache_dtype)
+    work = model_work(engine.card, dtype, options.quantization, cache_dtype, options.activation_bits)
     if args.image:
         pictures = media_prompts(args.model)
         parts = encoder_work(engine.card, dtype, pictures.grid(args.image))

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 1024
 INT8_CACHE = "+int8-kv"
+WIDE_ACTIVATIONS = "+a16"
 BASELINE = "float32"
 STORED = "stored"
 
@@ -57,9 +58,15 @@ FORMAT_OPTIONS = {
     **{f"int4-{group}z": _int4_options(group, "--quantization-zero-points") for group in INT4_GROUPS},
 }
 FORMAT_OPTIONS |= {
+    name + WIDE_ACTIVATIONS: [*options, "--activation-bits", "16"]
+    for name, options in FORMAT_OPTIONS.items()
+    if name.startswith("int4") or name == STORED
+}
+FORMAT_OPTIONS |= {
     name + INT8_CACHE: [*options, "--kv-cache-dtype", "int8"] for name, options in FORMAT_OPTIONS.items()
 }
-"""The command line options of ranks for each name in --formats. int4-64z: in groups of 64 with zero points."""
+"""The command line options of ranks for each name in --formats. int4-64z: in groups of 64 with zero points.
++a16: with activations of 16 bits."""
 
 _INT4 = [f"int4-{group}{zeros}" for group in INT4_GROUPS for zeros in ("", "z")]
 DEFAULT_FORMATS = ["bfloat16", f"bfloat16{INT8_CACHE}", "int8", "fp8", *_INT4]

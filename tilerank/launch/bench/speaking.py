@@ -135,7 +135,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement) -> 
 
     options = model_options(args)
     dtype = options.torch_dtype(engine.card)
-    cost = predictor_cost(engine.card, dtype, options.quantization)
+    cost = predictor_cost(engine.card, dtype, options.quantization, options.activation_bits)
     probe = RateProbe(cores_of(placement, read_topology()))
     assert engine.worker.speech is not None
     predictor = _PredictorClock(engine.worker.speech.speaker)

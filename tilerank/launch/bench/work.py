@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tilerank.loader.quantization_config import DEFAULT_ACTIVATION_BITS
 from tilerank.parallel.cost import Cost, Work
 
 if TYPE_CHECKING:
     import torch
 
     from tilerank.loader.card import ModelCard
-    from tilerank.loader.quantization_config import Quantization
+    from tilerank.loader.quantization_config import ActivationBits, Quantization
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def model_work(
     dtype: torch.dtype,
     quantization: Quantization | None = None,
     kv_dtype: torch.dtype | None = None,
+    activation_bits: ActivationBits = DEFAULT_ACTIVATION_BITS,
 ) -> ModelWork:
     """Return the cost of our own model on one rank; nothing is allocated."""
     from tilerank.kernels.kv_pages import PAGE_TOKENS
@@ -86,7 +88,7 @@ def model_work(
         window_of,
     )
 
-    formats = weight_formats(card.quantization, dtype, quantization)
+    formats = weight_formats(card.quantization, dtype, quantization, activation_bits)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
     specs = model.cache_specs()
     body = model.cost_without_logits()
@@ -101,13 +103,18 @@ def model_work(
     )
 
 
-def predictor_cost(card: ModelCard, dtype: torch.dtype, quantization: Quantization | None) -> Cost:
+def predictor_cost(
+    card: ModelCard,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    activation_bits: ActivationBits = DEFAULT_ACTIVATION_BITS,
+) -> Cost:
     """Return the cost of the code predictor of a model that speaks, without padding for ranks; frames are tokens."""
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model
 
-    formats = weight_formats(card.quantization, dtype, quantization)
+    formats = weight_formats(card.quantization, dtype, quantization, activation_bits)
     speaker = build_model(card, Sharding(0, 1, dtype, None, formats=formats)).speaker
     assert speaker is not None
     return speaker.predictor.cost()

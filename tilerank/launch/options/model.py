@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.quantization_config import (
+    ACTIVATION_BITS,
+    DEFAULT_ACTIVATION_BITS,
     DEFAULT_INT4_GROUP,
     DEFAULT_INT4_ZERO_POINTS,
     INT4_GROUPS,
+    ActivationBits,
     Quantization,
     check_agreement,
 )
@@ -41,7 +44,8 @@ DEFAULT_FRACTION = 0.8
 class ModelOptions:
     """The formats, the cut and the caches with which the command line asks to load a model.
 
-    dtype, kv_cache_dtype: as on the command line. quantization: of projections while they are loaded. context_length:
+    dtype, kv_cache_dtype: as on the command line. quantization: of projections while they are loaded. activation_bits:
+    of the activations that int4 weights are multiplied with. context_length:
     tokens of a request (default: the model's). cached_tokens: size of the KV cache (default: what `mem_fraction` of the
     memory leaves room for). mm_cache_bytes: what encoded media may take on each rank, if the model takes any. family:
     the options of its family.
@@ -49,6 +53,7 @@ class ModelOptions:
 
     dtype: str = "auto"
     quantization: Quantization | None = None
+    activation_bits: ActivationBits = DEFAULT_ACTIVATION_BITS
     kv_cache_dtype: str = "auto"
     strategy: "Strategy" = "auto"
     kv_split: "KVSplit" = "auto"
@@ -93,6 +98,7 @@ class ModelOptions:
         return RankConfig(
             dtype=self.torch_dtype(card),
             quantization=self.quantization,
+            activation_bits=self.activation_bits,
             kv_dtype=self.torch_kv_dtype(card),
             strategy=self.strategy,
             kv_split=self.kv_split,
@@ -121,6 +127,7 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     return ModelOptions(
         dtype=args.dtype,
         quantization=quantization,
+        activation_bits=args.activation_bits,
         kv_cache_dtype=args.kv_cache_dtype,
         strategy=args.strategy,
         kv_split=args.kv_split,
@@ -194,6 +201,14 @@ def add_format_arguments(parser: argparse._ActionsContainer, dtype: str) -> None
         help="int4, fp8: weigh errors by the inputs that they meet, which `tilerank calibrate` wrote into FILE",
     )
     parser.add_argument(
+        "--activation-bits",
+        type=int,
+        choices=ACTIVATION_BITS,
+        default=DEFAULT_ACTIVATION_BITS,
+        help="int4, also of a checkpoint: bits of the activations that weights are multiplied with: 8, rounded in "
+        f"groups, or 16, bfloat16 as they are (default: {DEFAULT_ACTIVATION_BITS})",
+    )
+    parser.add_argument(
         "--kv-cache-dtype",
         choices=KV_DTYPES,
         default="auto",
@@ -257,7 +272,7 @@ def model_directory(args: argparse.Namespace) -> Path:
 def checked_card(args: argparse.Namespace, model_dir: Path) -> ModelCard:
     """Return the model's card. ConfigError or LaunchError for options that do not agree with it."""
     card, options = _read_card(model_dir), model_options(args)
-    check_agreement(card.quantization, options.quantization, options.dtype)
+    check_agreement(card.quantization, options.quantization, options.dtype, options.activation_bits)
     if options.kv_cache_dtype not in ("auto", "int8"):  # these two are always valid, and torch need not be imported
         options.torch_kv_dtype(card)
     with_options(card, options.family)

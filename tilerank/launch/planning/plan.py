@@ -55,7 +55,7 @@ def plan_model(
     cached_tokens, kv_split = options.cached_tokens, options.kv_split
     expected = expected_tokens(card.context_length) if cached_tokens is None else cached_tokens
     dtype, kv_dtype = options.torch_dtype(card), options.torch_kv_dtype(card)
-    formats = weight_formats(card.quantization, dtype, options.quantization)
+    formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
     if kv_split == "auto" and here is not None and len(here) < tp:
         kv_split = "off"  # as on the ranks: the rule counts collectives in shared memory
     models = [
@@ -88,6 +88,7 @@ def plan_model(
         parameters=models[0].parameters(),
         dtype=str(dtype).removeprefix("torch."),
         quantization=held_codes(card.quantization, options.quantization),
+        activation_bits=8 if formats is not None and formats.projections.operands == "int8" else dtype.itemsize * 8,
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
         tp=tp,
         expected_tokens=expected,
@@ -166,6 +167,6 @@ def model_bytes(card: ModelCard, options: ModelOptions) -> ModelBytes:
     from tilerank.runtime.step.bytes_per_step import bytes_per_step
 
     dtype = options.torch_dtype(card)
-    formats = weight_formats(card.quantization, dtype, options.quantization)
+    formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats))
     return ModelBytes(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))

@@ -54,8 +54,13 @@ def _title(plan: Plan) -> str:
     parameters = f"{million / 1e3:.2f} billion" if million >= 1000 else f"{million:.1f} million"
     return (
         f"{plan.model}: {plan.model_type}, {count(plan.num_layers, 'layer')}, {parameters} parameters, "
-        f"{plan.form}, {plan.bits_per_weight:.2f} bits a weight, {_codes_in_cache(plan)}{count(plan.tp, 'rank')}"
+        f"{plan.form}{_activations(plan)}, {plan.bits_per_weight:.2f} bits a weight, "
+        f"{_codes_in_cache(plan)}{count(plan.tp, 'rank')}"
     )
+
+
+def _activations(plan: Plan) -> str:
+    return f" with {plan.activation_bits}-bit activations" if plan.quantization else ""
 
 
 def _codes_in_cache(plan: Plan) -> str:

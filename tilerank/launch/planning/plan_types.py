@@ -143,6 +143,8 @@ class Plan:
     dtype: str
     """The dtype of activations, and of weights unless `quantization` is int8, int4 or fp8."""
     quantization: str | None
+    activation_bits: int
+    """Bits of the activations that projections multiply, to which they are rounded if `dtype` has more."""
     kv_cache_dtype: str
     tp: int
     expected_tokens: int

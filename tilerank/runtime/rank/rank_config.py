@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tilerank.loader.quantization_config import Quantization
+from tilerank.loader.quantization_config import DEFAULT_ACTIVATION_BITS, ActivationBits, Quantization
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import KVSplit
 
@@ -22,6 +22,7 @@ class RankConfig:
     dtype: of weights, activations and cache: bfloat16 or float32.
     quantization: the projections are quantised while loading (a quantised checkpoint needs no asking), with dtype
         bfloat16.
+    activation_bits: of the activations that int4 weights are multiplied with.
     kv_dtype: int8 for a quantised cache (kernels/attention.py).
     strategy: how heads are cut (parallel/shard.py).
     kv_split: whether ranks that all hold the whole cache read a part of a context each (parallel/sharding.py).
@@ -37,6 +38,7 @@ class RankConfig:
 
     dtype: torch.dtype
     quantization: Quantization | None = None
+    activation_bits: ActivationBits = DEFAULT_ACTIVATION_BITS
     kv_dtype: torch.dtype | None = None
     strategy: Strategy = "auto"
     kv_split: KVSplit = "auto"

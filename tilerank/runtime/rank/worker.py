@@ -19,6 +19,7 @@ from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.calibration import Calibration
 from tilerank.loader.card import ModelCard
 from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.quantization_config import held_codes
 from tilerank.loader.rope import long_factors_note
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import LoadReport, load_weights
@@ -74,7 +75,7 @@ class Worker:
         self.pages = num_pages(self.max_total_tokens)
         """Pages of the cache that sequences may have."""
         group = team.group
-        formats = weight_formats(self.card.quantization, config.dtype, config.quantization)
+        formats = weight_formats(self.card.quantization, config.dtype, config.quantization, config.activation_bits)
         tokens = config.cached_tokens or self.max_total_tokens
         # The rule of "auto" counts collectives in shared memory.
         kv_split = "off" if config.kv_split == "auto" and len(team.hosts) > 1 else config.kv_split
@@ -82,7 +83,10 @@ class Worker:
             group.rank, group.size, config.dtype, group, config.strategy, tokens, formats, config.kv_dtype, kv_split
         )
         self._model = build_model(self.card, sharding)
-        notes = (*self.card.overruled, long_factors_note(self.card.text, self.card.context_length))
+        products = None
+        if held_codes(self.card.quantization, config.quantization) == "int4":
+            products = f"int4 weights are multiplied with activations of {config.activation_bits} bits"
+        notes = (*self.card.overruled, products, long_factors_note(self.card.text, self.card.context_length))
         for note in filter(None, notes if group.rank == 0 else ()):
             log.info(note)
         asked = config.quantization
