@@ -40,6 +40,17 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "hidden": 112, "inter": 208, "vocab": 777, "layers": 2},
     "qwen3": {"family": "qwen3", "heads": 2, "kv_heads": 2, "head_dim": 40, "hidden": 130, "vocab": 801, "layers": 2},
     "qwen3_moe": {"family": "qwen3_moe", "hidden": 104, "experts": 6, "moe_inter": 112, "vocab": 801, "layers": 2},
+    "gpt_oss": {
+        "family": "gpt_oss",
+        "heads": 10,
+        "kv_heads": 5,
+        "hidden": 104,
+        "inter": 112,
+        "vocab": 777,
+        "layers": 2,
+    },
+    "gemma3_text": {"family": "gemma3_text", "vocab": 777, "layers": 3},
+    "gemma3": {"family": "gemma3", "vocab": 777, "layers": 3},
     "qwen3_vl": {
         "family": "qwen3_vl",
         "heads": 10,
