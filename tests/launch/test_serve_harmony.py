@@ -1,4 +1,4 @@
-"""`tilerank serve` with a model that writes harmony: the random tiny model follows the grammars of its channels."""
+"""`tilerank serve` with a tiny gpt-oss, whose random answers follow the grammars of harmony's channels."""
 
 import json
 import shutil
@@ -24,11 +24,15 @@ TOOLS: Any = [{"type": "function", "function": {"name": "look_up", "parameters":
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp = tmp_path_factory.mktemp("harmony")
     written = make_harmony_model(tmp / "written")
-    made = make_checkpoint("qwen3", tmp, vocab=Tokenizer(written).num_tokens, layers=1)
+    made = make_checkpoint("gpt_oss", tmp, vocab=Tokenizer(written).num_tokens, layers=2)
     model = Path(shutil.copytree(made, tmp / "model"))
-    (model / "chat_template.jinja").unlink(missing_ok=True)
+    for template in model.glob("chat_template.*"):
+        template.unlink()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(written / name, model)
+    ends = json.loads((written / "generation_config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | ends))
     return model
 
 
@@ -51,6 +55,7 @@ def biases(model: Path, *texts: str) -> dict[str, int]:
 def test_a_forced_call_and_an_answer_of_the_schema(server: Server, model: Path, stream: bool) -> None:
     client: Any = server.client()
     asked: dict[str, Any] = {"model": "it", "messages": USER, "max_tokens": 200, "seed": 1, "stream": stream}
+    assert Tokenizer(model).chat_template.has_channels
     final = {"response_format": FORM, "logit_bias": biases(model, "final")}
     call = {"tools": TOOLS, "tool_choice": "required", "logit_bias": biases(model, "commentary", " to=functions")}
     answer = client.chat.completions.create(**asked, **final)
