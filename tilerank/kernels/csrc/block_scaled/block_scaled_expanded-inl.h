@@ -1,9 +1,12 @@
 // Products of many rows on rungs without products of bf16 pairs (included by block_scaled_rows-inl.h, inside its
-// namespace): a piece of a K-block is expanded to fp32 once, in the L1 cache, for all panels.
+// namespace): a piece of a K-block is expanded once, in the L1 cache, for all panels, as a packed weight (pack.h) of
+// fp32, or of bf16 where that takes fewer instructions.
 
 constexpr int64_t kPartTiles = kPartUnits / kUnitsOfTile;
 
-// Expands a tile: to[32 inputs][32 outputs].
+template <class Format>
+using Expanded = std::conditional_t<ExpandsToBf16<typename Format::Line>, bf16, float>;
+
 template <class Format>
 static void expand_tile(const char* tile, int64_t ahead, float* to) {
   for_pairs<Format>(tile, ahead, [&](int64_t unit, const auto& pairs) {
@@ -15,16 +18,42 @@ static void expand_tile(const char* tile, int64_t ahead, float* to) {
   });
 }
 
+#ifdef TR_AVX2
+template <class Format>
+static void expand_tile(const char* tile, int64_t ahead, bf16* to) {
+  using Line = typename Format::Line;
+  for (const char* const end = tile + 2 * Format::kPackedTile; tile != end; tile += 64) {
+    _mm_prefetch(tile + ahead, _MM_HINT_T0);
+#pragma GCC unroll 2
+    for (int v = 0; v < kHalfN / kLanes; ++v) {
+      const Line line(tile + v * kLanes * 4);
+      [&]<int... P>(std::integer_sequence<int, P...>) {
+        (_mm256_store_si256(reinterpret_cast<Ints*>(to + (P * kHalfN + v * kLanes) * 2), line.template bf16_pairs<P>()),
+         ...);
+      }(std::make_integer_sequence<int, Line::kInputs / 2>{});
+    }
+    to += Line::kInputs * kHalfN;
+  }
+}
+#endif
+
 // totals[R][32] += R rows x a piece that ends a K-block; other pieces add to partial[R][32].
 template <int R, class Format>
-[[gnu::noinline]] static void multiply_piece(const Unit<bf16>* x, const float* weight, int64_t units, bool begins,
-                                             bool ends, float* partial, const KBlockScale<Format>& scale,
+[[gnu::noinline]] static void multiply_piece(const Unit<bf16>* x, const Expanded<Format>* weight, int64_t units,
+                                             bool begins, bool ends, float* partial, const KBlockScale<Format>& scale,
                                              const float* input_sums, float* totals) {
-  Vec sums[R][kVecs];
-  load_sums<R>(begins ? nullptr : partial, sums);
-  NoPrefetch none;
-  add_units<R, 0>(x, weight, units, none, sums);
-  ends ? scale.add(sums, input_sums, totals) : store_sums<R>(partial, sums);
+  constexpr int V = Format::kMostRows > kWholeBlockRows ? kVecs / 2 : kVecs;  // vectors whose sums fill the registers
+  const auto multiply = [&]<int kFirst>() {
+    Vec sums[R][V];
+    NoPrefetch none;
+    load_sums(begins ? nullptr : partial + kFirst * kLanes, sums);
+    for (int64_t unit = 0; unit < units; unit += kTileK) {
+      add_units<R, kFirst>(x + unit * R, weight + unit * kBlockN, kTileK, none, sums);
+    }
+    ends ? scale.template add<kFirst>(sums, input_sums, totals) : store_sums(partial + kFirst * kLanes, sums);
+  };
+  multiply.template operator()<0>();
+  if constexpr (V < kVecs) multiply.template operator()<V>();
 }
 
 // totals[row][32] += the panels `chosen` x one K-block of a block. `next`: the weights to read after it.
@@ -39,14 +68,15 @@ static void multiply_k_block(const BlockScaledRows& rows, Range chosen, const Fo
     end = std::min({last, tile + kPieceTiles, (tile / kPartTiles + 1) * kPartTiles});
     // The next piece is prefetched meanwhile.
     const int64_t ahead = (end < last ? weight.tile(block, end) : next) - weight.tile(block, tile);
+    auto* const tiles = reinterpret_cast<Expanded<Format>*>(work.tiles);
     for (int64_t i = tile; i < end; ++i) {
-      expand_tile<Format>(weight.tile(block, i), ahead, work.tiles + (i - tile) * 2 * kTile);
+      expand_tile<Format>(weight.tile(block, i), ahead, tiles + (i - tile) * 2 * kTile);
     }
     const int64_t units = (end - tile) * kUnitsOfTile;
     for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
       const int64_t row = panels.first_row(panel), to = (row - panels.first_row(chosen.begin)) * kBlockN;
       for_rows<Format::kMostRows>(panels.rows(panel), [&](auto r) {
-        multiply_piece<r>(panels.at(panel, tile * kUnitsOfTile), work.tiles, units, tile == first, end == last,
+        multiply_piece<r>(panels.at(panel, tile * kUnitsOfTile), tiles, units, tile == first, end == last,
                           work.partial + to, scale, rows.input_sums + k_block * panels.m + row, totals + to);
       });
     }

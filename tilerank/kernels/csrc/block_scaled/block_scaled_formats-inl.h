@@ -185,6 +185,10 @@ struct E2m1Codes {
 #endif
 };
 
+// Whether a line expands to pairs of bf16 in fewer instructions than to fp32.
+template <class Line>
+concept ExpandsToBf16 = requires(const Line& line) { line.template bf16_pairs<0>(); };
+
 // A byte for each code. Codes expands codes.
 template <class Codes, class Scales>
 struct ByteCodes : Scales {
@@ -196,8 +200,8 @@ struct ByteCodes : Scales {
   static constexpr int64_t kFewRows = 2 * kMostRows;
 #else
   static constexpr bool kWaitsForMemory = false;
-  static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
-  static constexpr int64_t kFewRows = kLanes == 16 ? 8 : 3;
+  static constexpr int kMostRows = ExpandsToBf16<typename Codes::Line> ? kPanelRows : kWholeBlockRows;
+  static constexpr int64_t kFewRows = kLanes == 16 ? 8 : ExpandsToBf16<typename Codes::Line> ? 1 : 3;
 #endif
 
   using Scales::Scales;
@@ -225,21 +229,7 @@ struct ByteCodes : Scales {
     }
   };
 #else
-  struct Line {
-    static constexpr int kInputs = 4;
-    Ints even, odd;  // halves: inputs 0 of all outputs, then inputs 2; inputs 1, then 3
-
-    explicit Line(const char* at) {
-      const Ints codes = even_parts_first(load_ints(at));
-      even = Codes::halves_of(shift_halves_left<8>(codes));
-      odd = Codes::halves_of(codes);
-    }
-
-    template <int P>
-    Pair pair() const {
-      return {Codes::floats(half_of<P>(even)), Codes::floats(half_of<P>(odd))};
-    }
-  };
+  using Line = typename Codes::Line;
 #endif
 };
 
@@ -265,8 +255,29 @@ struct Int8Codes {
 
 #else
 
+// Codes that expand to halves first.
+template <class Codes>
+struct HalvesLine {
+  static constexpr int kInputs = 4;
+  Ints even, odd;  // halves: inputs 0 of all outputs, then inputs 2; inputs 1, then 3
+
+  explicit HalvesLine(const char* at) {
+    const Ints codes = even_parts_first(load_ints(at));
+    even = Codes::halves_of(shift_halves_left<8>(codes));
+    odd = Codes::halves_of(codes);
+  }
+
+  template <int P>
+  Pair pair() const {
+    return {Codes::floats(half_of<P>(even)), Codes::floats(half_of<P>(odd))};
+  }
+};
+
+#ifdef TR_AVX512
+
 // As f16, the bits of a code mean 2^-8 of its value, subnormals included.
 struct Fp8Codes {
+  using Line = HalvesLine<Fp8Codes>;
   static constexpr int kExponent = 8;
 
   // Returns the f16 of the code in the upper byte of each half. Only the code of NaN carries into the topmost exponent
@@ -281,8 +292,64 @@ struct Fp8Codes {
   }
 };
 
+#else
+
+// Tables by four bits of an fp8 code that expand it to bf16, once for each half of a vector. A code of magnitude m is
+// 0x3c00 + 16 m, with its sign, unless it is subnormal or NaN. high: the upper byte, by the upper bits of the code;
+// the others: what changes in a byte if the code is subnormal, by the lower bits of the code.
+struct Fp8Tables {
+  alignas(32) uint8_t high[32] = {}, subnormal_high[32] = {}, subnormal_low[32] = {};
+
+  constexpr Fp8Tables() {
+    for (int i = 0; i < 32; ++i) {
+      const int bits = i % 16, value = fp8_value(bits);
+      high[i] = static_cast<uint8_t>(bits / 8 << 7 | (0x3c + bits % 8));
+      subnormal_high[i] = static_cast<uint8_t>(value >> 8 ^ 0x3c);
+      subnormal_low[i] = static_cast<uint8_t>(value ^ bits << 4);
+    }
+  }
+};
+
+// Conversions from f16 would take longer than the products of a few rows.
+struct Fp8Codes {
+  static constexpr int kExponent = 0;
+
+  struct Line {
+    static constexpr int kInputs = 4;
+    Ints low, high;  // bytes of bf16; interleaved, they form pairs of inputs
+
+    explicit Line(const char* at) {
+      static constexpr Fp8Tables kTables;
+      const Ints codes = load_ints(at), magnitudes = both(codes, bytes(0x7f));
+      const Ints upper = both(shift_halves_down<4>(codes), bytes(0x0f));
+      const Ints lower = _mm256_add_epi8(magnitudes, bytes(0x70));  // from 16 on, the top bit is set, which looks up 0
+      low = _mm256_xor_si256(both(shift_halves_left<4>(codes), bytes(0xf0)), lookup(kTables.subnormal_low, lower));
+      high = _mm256_xor_si256(lookup(kTables.high, upper), lookup(kTables.subnormal_high, lower));
+      high = _mm256_or_si256(high, _mm256_cmpeq_epi8(magnitudes, bytes(0x7f)));  // NaN
+    }
+
+    template <int P>
+    Ints bf16_pairs() const {
+      return P == 0 ? _mm256_unpacklo_epi8(low, high) : _mm256_unpackhi_epi8(low, high);
+    }
+    template <int P>
+    Pair pair() const {
+      const Ints pairs = bf16_pairs<P>();
+      return {vec_of(shift_left<16>(pairs)), vec_of(both(pairs, words(static_cast<int32_t>(0xffff0000))))};
+    }
+
+   private:
+    static Ints lookup(const uint8_t (&table)[32], Ints indices) {
+      return _mm256_shuffle_epi8(load_ints(table), indices);
+    }
+  };
+};
+
+#endif
+
 // Codes from -128 to 127.
 struct Int8Codes {
+  using Line = HalvesLine<Int8Codes>;
   static constexpr int kExponent = 0;
 
   static Ints halves_of(Ints codes) { return shift_halves_right<8>(codes); }

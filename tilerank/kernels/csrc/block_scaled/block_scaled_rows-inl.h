@@ -78,22 +78,22 @@ class KBlockScale {
     }
   }
 
-  // totals[R][32] += the sums of R rows
-  template <int R>
-  [[gnu::always_inline]] void add(Vec (&sums)[R][kVecs], const float* input_sums, float* totals) const {
+  // totals[R][32] += the sums of R rows, V vectors of them from vector kFirst on
+  template <int kFirst = 0, int R, int V>
+  [[gnu::always_inline]] void add(Vec (&sums)[R][V], const float* input_sums, float* totals) const {
     if (has_zeros_) {
 #pragma GCC unroll 14
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) sums[r][v] = fma(less_[v], set(input_sums[r]), sums[r][v]);
+        for (int v = 0; v < V; ++v) sums[r][v] = fma(less_[kFirst + v], set(input_sums[r]), sums[r][v]);
       }
     }
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        float* const to = totals + r * kBlockN + v * kLanes;
-        store(to, fma(sums[r][v], scales_[v], load(to)));
+      for (int v = 0; v < V; ++v) {
+        float* const to = totals + r * kBlockN + (kFirst + v) * kLanes;
+        store(to, fma(sums[r][v], scales_[kFirst + v], load(to)));
       }
     }
   }
@@ -233,8 +233,9 @@ struct PanelPrefetch {
 
 // totals[R][32] += a panel of R rows x the given K-blocks of a block.
 template <int R, class Format>
-static void multiply_codes(const BlockScaledRows& rows, int64_t panel, const Format& weight, int64_t block,
-                           Range k_blocks, int64_t k, PanelPrefetch requests, float* totals) {
+[[gnu::noinline]] static void multiply_codes(const BlockScaledRows& rows, int64_t panel, const Format& weight,
+                                             int64_t block, Range k_blocks, int64_t k, PanelPrefetch requests,
+                                             float* totals) {
   const int64_t first = k_blocks.begin * weight.k_block_tiles, m = rows.panels.m;
   const Unit<bf16>* x = rows.panels.at(panel, first * kUnitsOfTile);
   const float* input_sums = rows.input_sums + k_blocks.begin * m + rows.panels.first_row(panel);
@@ -263,8 +264,9 @@ static void multiply_codes(const BlockScaledRows& rows, int64_t panel, const For
 }
 
 // Cache blocking: the inputs of a stripe over a part of k, and its totals with a band of blocks, stay in the L2 cache.
-constexpr int64_t kStripePanels = kLanes == 16 ? 18 : 64, kBandBlocks = 8;
-constexpr int64_t kStripeRows = kStripePanels * kWholeBlockRows;
+constexpr int64_t kStripeRows = kLanes == 16 ? 252 : 192, kBandBlocks = 8;
+template <class Format>
+constexpr int64_t kStripePanels = kLanes == 16 ? 18 : kStripeRows / Format::kMostRows;
 constexpr int64_t kBandInputs = 384;
 
 constexpr int64_t kPieceTiles = 4;  // tiles that are expanded at a time
@@ -298,7 +300,7 @@ static void multiply_band_of_codes(const BlockScaledRows& rows, Range chosen, co
       const int64_t to_next = next - k_block_at(block, k_blocks.begin);
       for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
         const int64_t to = ((block - band.begin) * count + panels.first_row(panel) - first_row) * kBlockN;
-        for_rows<Format::kMostRows>(panels.rows(panel), [&](auto r) {
+        for_rows<std::min<int64_t>(Format::kMostRows, Format::kFewRows)>(panels.rows(panel), [&](auto r) {
           constexpr int64_t kAhead = r <= kRowsOfTwoKBlocks<Format> ? 8 << 10 : 3 << 10;
           const PanelPrefetch in_stream{in_order<r, Format> && follows_streams() ? 0 : kAhead};
           const PanelPrefetch shared{to_next, panel - chosen.begin, chosen.end - chosen.begin};

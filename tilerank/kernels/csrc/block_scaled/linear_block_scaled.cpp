@@ -27,8 +27,8 @@ static void linear(const LinearArgs& args, const Format& weight, const Epilogue&
   rows.pack([&](int64_t i) { return x.row<const bf16>(i); }, weight, alone ? Team(nullptr, 0, 1) : team);
   if (!alone) team.barrier();
   const Range own = team.share(epilogue.results);
-  for (int64_t panel = 0; panel < rows.panels.panels; panel += kStripePanels) {
-    const Range stripe{panel, std::min(panel + kStripePanels, rows.panels.panels)};
+  for (int64_t panel = 0; panel < rows.panels.panels; panel += kStripePanels<Format>) {
+    const Range stripe{panel, std::min(panel + kStripePanels<Format>, rows.panels.panels)};
     // Not inlined, because loops for several numbers of rows call it.
     const auto emit = [&] [[gnu::noinline]] (int64_t row, int64_t result, const float* const(&totals)[kParts]) {
       epilogue.write(row, result, load32(totals[0]), load32(totals[kParts - 1]));
