@@ -317,10 +317,11 @@ GPT_OSS = Record(
     seed=9,
     starts=(
         Start(1, SPLIT, ALL),
-        *(Start(tp, AUTO) for tp in (2, 3, 5)),
-        Start(6, PAD),
-        Start(2, AUTO, PLAIN, FP32),
-        Start(2, AUTO, dtypes=FP32, chunk_rows=(7, 37)),
+        Start(2, AUTO),
+        *(Start(tp, AUTO, dtypes=FP32, models=("gpt-oss-8-2",)) for tp in (3, 5)),
+        Start(6, PAD, dtypes=FP32, models=("gpt-oss-8-2",)),
+        Start(2, AUTO, PLAIN, FP32, models=("gpt-oss-6-3",)),
+        Start(2, AUTO, dtypes=FP32, models=("gpt-oss-6-3",), chunk_rows=(7, 37)),
     ),
     averaged=("gpt-oss-8-2", "gpt-oss-6-3"),
 )
