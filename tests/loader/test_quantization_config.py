@@ -160,7 +160,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {"quant_method": "bitsandbytes"},
         "quant_method: expected one of awq, gptq, auto-round, fp8, fbgemm_fp8, compressed-tensors, modelopt, "
-        "w8a8_int8, blockwise_int8, int8, found 'bitsandbytes'",
+        "mxfp4, w8a8_int8, blockwise_int8, int8, found 'bitsandbytes'",
     ),
     ({}, "quant_method: expected a string, found no such key"),
     (AWQ | {"bits": 8}, "bits: expected 4, found 8"),

@@ -43,7 +43,7 @@ template <int R, class Format>
                                              bool begins, bool ends, float* partial, const KBlockScale<Format>& scale,
                                              const float* input_sums, float* totals) {
   constexpr int V = Format::kMostRows > kWholeBlockRows ? kVecs / 2 : kVecs;  // vectors whose sums fill the registers
-  const auto multiply = [&]<int kFirst>() {
+  const auto multiply = [&]<int kFirst>() __attribute__((always_inline)) {
     Vec sums[R][V];
     NoPrefetch none;
     load_sums(begins ? nullptr : partial + kFirst * kLanes, sums);
