@@ -127,7 +127,10 @@ def norms(group: Any) -> None:
                 assert torch.equal(found, ops.add_rms_norm(total, whole, weight, 1e-5, **options)), (dtype, rows)
                 assert seed != 1 or torch.equal(residual, whole), (dtype, rows)
                 expected = reference.add_rms_norm(total, plain, weight, 1e-5, **options)
-                torch.testing.assert_close(found, expected, rtol=0.02 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+                # The mean of squares is summed in another order, which can turn the rounding of a post-normed value:
+                # by 2^-5 for those from 4 to 8, and the sum with the residual may be much smaller.
+                rtol, atol = (0.02, 2**-5) if dtype == torch.bfloat16 else (1e-5, 1e-5)
+                torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def n_of(shape: tuple[int, ...]) -> int:
