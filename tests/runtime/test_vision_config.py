@@ -208,7 +208,7 @@ def test_spellings_of_the_sections(tmp_path: Path, scaling: dict[str, Any]) -> N
         (
             "vision",
             {"num_heads": 7},
-            "vision_config.hidden_size: expected 7 heads of a multiple of 8 up to 256, found 1152",
+            "vision_config.hidden_size: expected 7 heads of a multiple of 8 up to 512, found 1152",
         ),
         (
             "vision",
