@@ -129,7 +129,9 @@ def choose_rows(team: Team, *, models: list[str]) -> list[dict[str, Any]]:
                 finished, found = [0, 1, 2], []  # of the call before
                 for chunks in steps:
                     slots = [chunk.sequence for chunk in chunks]
-                    found.append(worker.run(Step(chunks, finished, state_slots=slots)).clone())
+                    windows = [(chunk.sequence, 0, chunk.new_pages) for chunk in chunks if chunk.new_pages]
+                    step = Step(chunks, finished, state_slots=slots, window_pages=windows if worker.window else [])
+                    found.append(worker.run(step).clone())
                     finished = []
                 return found
 
