@@ -38,7 +38,7 @@ BAD_IN_BOTH = {
 }
 BAD = {
     "mllama": {
-        "video": ([user(clip(CLIP))], "the model takes pictures alone, found a video"),
+        "video": ([user(clip(CLIP))], "the model takes image, found video"),
         "system message": (
             [{"role": "system", "content": "Be brief."}, user(SHOWN, QUESTION)],
             "Prompting with images is incompatible with system messages",

@@ -14,7 +14,8 @@ from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.gemma3 import PanAndScan, choose_crops
-from tilerank.runtime.media.processor import Processor
+from tilerank.runtime.media.messages import MediaSource
+from tilerank.runtime.media.processor import Processor, check_kinds
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.errors import MediaError
 
@@ -126,7 +127,6 @@ def test_a_crop_has_the_pixels_of_its_place(cropping: Path) -> None:
     [
         ("no mark", ["image"], f"expected one {BEGIN} in the prompt for each picture, found 0 for 1; "),
         (f"{BEGIN}{BEGIN}", ["image"], f"expected one {BEGIN} in the prompt for each picture, found 2 for 1; "),
-        (BEGIN, ["video"], "medium 1: the model takes pictures alone, found a video"),
         (f"{BEGIN}<image_soft_token>", ["image"], "expected 1 placeholders of pictures in the prompt, found 2"),
     ],
 )
@@ -135,6 +135,11 @@ def test_media_that_do_not_match_are_refused(model_dir: Path, text: str, kinds: 
     with pytest.raises(MediaError) as caught:
         processor_of(model_dir).prompt(text, media)
     assert str(caught.value).startswith(sentence)
+
+
+def test_a_video_is_refused(model_dir: Path) -> None:
+    with pytest.raises(MediaError, match="^the model takes image, found video$"):
+        check_kinds(processor_of(model_dir), [MediaSource("video", ("clip.mp4",), listed=False)])
 
 
 @pytest.mark.parametrize(

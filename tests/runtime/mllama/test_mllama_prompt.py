@@ -19,8 +19,9 @@ from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import DecodedMedium
+from tilerank.runtime.media.messages import MediaSource
 from tilerank.runtime.media.mllama import choose_tiling, fit, read_tile_settings, tilings
-from tilerank.runtime.media.processor import Processor
+from tilerank.runtime.media.processor import Processor, check_kinds
 from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
 
@@ -115,11 +116,6 @@ def test_keys_identify_the_pictures_and_what_is_seen_of_them(processor: Processo
     [
         ("<|image|>", [], "expected one <|image|> in the prompt for each picture, found 1 for 0"),
         ("hello", [picture(9, 9)], "expected one <|image|> in the prompt for each picture, found 0 for 1"),
-        (
-            "<|image|>",
-            [DecodedMedium("video", (1, 9, 9), bytes(243), [0], None)],
-            "medium 1: .* pictures alone, found a video",
-        ),
     ],
 )
 def test_a_prompt_that_does_not_match_its_media(
@@ -127,6 +123,11 @@ def test_a_prompt_that_does_not_match_its_media(
 ) -> None:
     with pytest.raises(MediaError, match=sentence.replace("|", r"\|")):
         processor.prompt(text, media)
+
+
+def test_a_video_is_refused(processor: Processor) -> None:
+    with pytest.raises(MediaError, match="^the model takes image, found video$"):
+        check_kinds(processor, [MediaSource("video", ("clip.mp4",), listed=False)])
 
 
 @pytest.mark.parametrize(

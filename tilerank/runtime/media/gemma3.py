@@ -137,10 +137,8 @@ class Gemma3Processor(Processor):
                 f"expected one {self._begin} in the prompt for each picture, found {len(pieces) - 1} for {len(media)}; "
                 f"the text of a message may not contain {self._begin}"
             )
-        for number, frames in enumerate(media, 1):
-            if frames.kind != "image":
-                raise MediaError(f"medium {number}: the model takes pictures alone, found a {frames.kind}")
-            pieces[number - 1] += self._written(len(self._crops(frames)))
+        for number, frames in enumerate(media):
+            pieces[number] += self._written(len(self._crops(frames)))
         return "".join(pieces)
 
     def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
@@ -163,9 +161,6 @@ class Gemma3Processor(Processor):
         if self._id in token_ids:
             raise MediaError(f"the prompt contains {self._token}, but has no picture; send media as chat parts")
         return Prompt(token_ids)
-
-    def sample(self, total: int, fps: float | None) -> list[int]:
-        raise MediaError("the model takes pictures alone, found a video")
 
     def most_tokens(self, kind: str) -> int:
         pan_and_scan = self._settings.pan_and_scan

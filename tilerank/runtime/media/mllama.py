@@ -72,6 +72,8 @@ def read_tile_settings(model_dir: Path) -> TileSettings:
 class MllamaProcessor(Processor):
     """Reads the settings of a model directory. Raises ConfigError."""
 
+    kinds = ("image",)
+
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self._settings = read_tile_settings(model_dir)
@@ -84,9 +86,6 @@ class MllamaProcessor(Processor):
 
     def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
         """Put the token that begins a text behind leading pictures, if the text has none."""
-        for number, frames in enumerate(media, 1):
-            if frames.kind != "image":
-                raise MediaError(f"medium {number}: the model takes pictures alone, found a {frames.kind}")
         begin = self._tokenizer.special_tokens.get("bos_token", "")
         if begin in text:
             return text
@@ -117,9 +116,6 @@ class MllamaProcessor(Processor):
         if self._id in token_ids:
             raise MediaError(f"the prompt contains {self._token}, but has no picture; send media as chat parts")
         return Prompt(token_ids)
-
-    def sample(self, total: int, fps: float | None) -> list[int]:
-        raise MediaError("the model takes pictures alone, found a video")
 
     def most_tokens(self, kind: str) -> int:
         return self._settings.most * self._settings.tokens if kind == "image" else 0

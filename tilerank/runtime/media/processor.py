@@ -15,7 +15,7 @@ class Processor(ABC):
     """The processor of a model directory.
 
     A prompt is made in three steps: `write` completes its text, whose tokens the caller finds, and `expand` puts the
-    media between them.
+    media between them. The caller has checked the kinds of the media (check_kinds).
 
     kinds: of media that the model takes.
     placeholders: what the chat template writes for a medium. Users may not write it (see messages.split_media).
@@ -54,9 +54,10 @@ class Processor(ABC):
     def text_prompt(self, token_ids: list[int]) -> Prompt:
         """Return the prompt of tokens without media. Raises MediaError if a placeholder is among them."""
 
-    @abstractmethod
     def sample(self, total: int, fps: float | None) -> list[int]:
-        """Return the numbers of the frames of a video that the model takes, ascending. fps: None if unknown."""
+        """Return the numbers of the frames of a video that the model takes, ascending. fps: None if unknown. Every
+        processor that takes videos has it."""
+        raise NotImplementedError(f"{type(self).__name__}.sample")
 
     def sample_together(self, videos: Sequence[tuple[int, float | None]]) -> list[Sampler]:
         """Return `sample` for each of the videos of a prompt, of which total frames and frames per second are given."""
