@@ -14,7 +14,7 @@ TEXT = "The cat sat on the mat.\n\nIt was a sunny day, and nobody wanted to go h
 
 
 def test_inputs_of_a_text(tmp_path: Path) -> None:
-    """Those of the first layer are normalised embeddings; every projection but the head has some."""
+    """The inputs of the first layer are normalised embeddings; the file has every projection but the head."""
     (tmp_path / "text").write_text(TEXT)
     result = run(
         "calibrate", DEMO, "--text", tmp_path / "text", "-o", tmp_path / "file", "--dtype", "float32", "--tp", 2

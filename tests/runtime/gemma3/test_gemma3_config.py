@@ -152,7 +152,7 @@ def test_a_rotation_for_each_kind_is_refused_by_other_families(tmp_path: Path) -
 
 
 def test_the_rotations_of_both_kinds(tmp_path: Path) -> None:
-    """The scaling is that of the full layers alone, in both dialects."""
+    """Only the full layers have the scaling, in both dialects."""
     older = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5e5}
     newer = {"rope_theta": ABSENT, "rope_local_base_freq": ABSENT, "rope_parameters": NESTED}
     for changes in (older, newer):

@@ -2,8 +2,8 @@
 
 It takes the place of the template that the released directories have: that one quotes arguments and results a second
 time, leaves out all calls of a message but the first, and its text is tokenised as a whole, so that a user could write
-the marks of a message. The text is that of openai-harmony 0.0.8, except that the reasoning of finished turns, and of
-these alone, is left out.
+the marks of a message. The text is that of openai-harmony 0.0.8, except that it leaves out the reasoning of finished
+turns, and no other reasoning.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Pages of layers with a window, which keep the last tokens of a sequence alone.
+"""Pages of layers with a window, which keep only the last tokens of a sequence.
 
 A token at position p attends to the window - 1 tokens before it. At the end of a page these are in the last `span`
 pages, so that a sequence holds at most span + 1 pages between steps. A chunk of a prompt takes as many more as it
