@@ -138,7 +138,7 @@ def test_media_that_do_not_match_are_refused(model_dir: Path, text: str, kinds: 
 
 
 def test_a_video_is_refused(model_dir: Path) -> None:
-    with pytest.raises(MediaError, match="^the model takes image, found video$"):
+    with pytest.raises(MediaError, match=r"^the model takes image, found video$"):
         check_kinds(processor_of(model_dir), [MediaSource("video", ("clip.mp4",), listed=False)])
 
 

@@ -126,7 +126,7 @@ def test_a_prompt_that_does_not_match_its_media(
 
 
 def test_a_video_is_refused(processor: Processor) -> None:
-    with pytest.raises(MediaError, match="^the model takes image, found video$"):
+    with pytest.raises(MediaError, match=r"^the model takes image, found video$"):
         check_kinds(processor, [MediaSource("video", ("clip.mp4",), listed=False)])
 
 
