@@ -326,6 +326,30 @@ GPT_OSS = Record(
     averaged=("gpt-oss-8-2", "gpt-oss-6-3"),
 )
 
+SHORT = Record(
+    "short",
+    "reference_text",
+    {
+        "mistral": tiny("mistral", 1, (6, 3), head_dim=24, hidden=112, inter=200, vocab=777, layers=3),
+        "ministral": tiny("mistral3", 2, (5, 1), head_dim=32, hidden=96, inter=240, vocab=777, layers=3),
+        "qwen2-moe": tiny("qwen2_moe", 3, (6, 3), hidden=96, vocab=777, layers=3, **experts(7, 3, 80))
+        | {"config": {"mlp_only_layers": [1]}},
+        "phi3": tiny("phi3", 4, (6, 3), hidden=96, inter=240, vocab=777, layers=3),
+        "smollm3": tiny("smollm3", 5, (8, 2), hidden=112, inter=200, vocab=777, layers=4),
+    },
+    new_tokens=24,
+    # Around the windows of 20 and 31 tokens, with and without the new tokens.
+    prompts=(1, 19, 70),
+    seed=3,
+    starts=(
+        Start(1, SPLIT),
+        *(Start(tp, PAD if tp in (3, 6) else AUTO, dtypes=FP32) for tp in (2, 3, 5, 6)),
+        Start(2, AUTO, PLAIN, FP32),
+        Start(2, AUTO, dtypes=FP32, models=("mistral", "ministral"), chunk_rows=(7,)),
+    ),
+    averaged=("qwen2-moe",),
+)
+
 START, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 OMNI_CASES: dict[str, list[Any]] = {
     "text": [["text", f"{START}In the beginning{END}"]],
@@ -410,4 +434,4 @@ GEMMA3_VISION = Record(
         Start(2, SPLIT, dtypes=FP32, chunk_rows=(18,)),
     ),
 )
-RECORDS = (TEXT, QWEN35, DEEPSEEK, GPT_OSS, VISION, MLLAMA, MOSS, OMNI, GEMMA3, GEMMA3_VISION)
+RECORDS = (TEXT, QWEN35, DEEPSEEK, GPT_OSS, VISION, MLLAMA, MOSS, OMNI, GEMMA3, GEMMA3_VISION, SHORT)

@@ -109,9 +109,13 @@ def _text(c: Fields) -> Fields:
 
 
 def _vocabulary(c: Fields, text: Fields) -> int:
-    """Return how many ids are tokens of text: all below that of pictures, if config.json has it at the end."""
+    """Return how many ids are tokens of text: all below that of pictures, if config.json has it at the end (Gemma 3).
+
+    Mistral's is one of the special tokens at the beginning.
+    """
     rows, key = text.integer("vocab_size", 1, _MAX_VOCABULARY), "image_token_index"
-    return min(rows, c.integer(key, 1, _MAX_VOCABULARY)) if c.has(key) else rows
+    pictures = c.integer(key, 1, _MAX_VOCABULARY) if c.has(key) else rows
+    return pictures if rows // 2 < pictures < rows else rows
 
 
 def _special_ids(holders: Sequence[Fields], vocab_size: int) -> tuple[tuple[int, ...], int | None]:

@@ -25,6 +25,7 @@ _GEMMA3_TEXT = {
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA3_TEXT,
+    "smollm3": {"tie_word_embeddings": True},
     "gemma3": {"text_config": _GEMMA3_TEXT, "mm_tokens_per_image": 256, "image_token_index": 262144},
 }
 """By `model_type`."""

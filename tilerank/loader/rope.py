@@ -15,6 +15,8 @@ _ORIGINAL = "original_max_position_embeddings"
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 """The kinds of layers of self-attention, by what a token attends to: all tokens before it, or those in a window."""
 
+_OLD_LONGROPE = ("su", "yarn")
+"""The types under which the first files of Phi-3 have LongRoPE."""
 _THETAS = {FULL_ATTENTION: "rope_theta", SLIDING_ATTENTION: "rope_local_base_freq"}
 
 Sections = tuple[int, int, int]
@@ -199,6 +201,8 @@ def _kind(scaling: Fields) -> str:
     kind = scaling.text(key)
     if kind == "mrope" and with_sections:
         return "default"
+    if kind in _OLD_LONGROPE and scaling.has("long_factor"):
+        return "longrope"
     if kind not in _READERS:
         raise scaling.fail(key, "one of " + ", ".join(_READERS))
     return kind

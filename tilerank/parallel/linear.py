@@ -25,6 +25,8 @@ from .parameters import GatedBias, GatedParameter, Layer, PackedParameter, Plain
 from .shard import Cut, Span
 from .sharding import Sharding
 
+GATE_UP = ("gate_proj", "up_proj")
+"""The usual names of the projections to the gate and to what it gates."""
 _GATED = {"silu_mul": ops.silu_mul, "gelu_tanh_mul": ops.gelu_tanh_mul}
 """The gated activations where kernels run in plain torch."""
 
@@ -154,8 +156,9 @@ class RowParallelLinear(Linear):
 class GateUpParallelLinear(Layer):
     """The gated half of an MLP in one kernel: silu(gate(x)) * up(x), x[..., hidden] -> [..., span.size].
 
-    `span` is this rank's part of the width, and so of the down projection's inputs; it may be empty. activation: in
-    place of silu. dimension: the name of the width in plans.
+    `span` is this rank's part of the width, and so of the down projection's inputs; it may be empty. projections: their
+    names in the checkpoint, or one name if it stores them as one, the gate first. activation: in place of silu.
+    dimension: the name of the width in plans.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class GateUpParallelLinear(Layer):
         *,
         bias: bool = False,
         optional_bias: bool = False,
-        projections: Sequence[str] = ("gate_proj", "up_proj"),
+        projections: Sequence[str] = GATE_UP,
         activation: GatedActivation = "silu_mul",
         dimension: str = "MLP width",
     ) -> None:
@@ -176,15 +179,18 @@ class GateUpParallelLinear(Layer):
         self.cut = sharding.cut_width(width, hidden)
         self.span = self.cut.spans[sharding.rank]
         names = [f"{name}.{projection}" for projection in projections]
-        held = sharding.fused_format(names, [self.span, self.span])
-        self.weight = GatedParameter(self.span.size, hidden, held)
+        parts, rows = [self.span, self.span], width
+        if len(names) == 1:
+            names *= 2
+            parts[1] = Span(width + self.span.start, width + self.span.stop, self.span.size)
+            rows = 2 * width
+        self.weight = GatedParameter(self.span.size, hidden, sharding.fused_format(names, parts))
         self.bias = GatedBias(self.span.size, sharding.dtype) if bias else None
-        taken = slice(self.span.start, self.span.stop)
-        for part, projection in enumerate(names):
-            row = part * self.span.size
-            self.weight.fill(f"{projection}.weight", (width, hidden), taken, slice(0, hidden), row=row)
+        for part, (projection, stored) in enumerate(zip(names, parts, strict=True)):
+            row, taken = part * self.span.size, slice(stored.start, stored.stop)
+            self.weight.fill(f"{projection}.weight", (rows, hidden), taken, slice(0, hidden), row=row)
             if self.bias is not None:
-                self.bias.fill(f"{projection}.bias", (width,), taken, row=row, optional=optional_bias)
+                self.bias.fill(f"{projection}.bias", (rows,), taken, row=row, optional=optional_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight.is_empty:

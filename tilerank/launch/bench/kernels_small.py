@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tilerank.kernels import core, delta, moe, ops
 from tilerank.kernels.reference import delta as delta_reference
+from tilerank.kernels.temperature import scale_by_position_
 from tilerank.parallel.cost import Work
 
 from .entry import Entry, cold_copies
@@ -51,6 +52,9 @@ def of_hidden_rows(rows: int) -> Iterator[Entry]:
     rope = torch.stack([angles.cos(), angles.sin()], 1).to(torch.bfloat16)
     shape = f"{rows} x {HEADS}+{KV_HEADS} x {HEAD_DIM}"
     yield Entry("rotary_", shape, Work(2 * (q.nbytes + k.nbytes)), [partial(ops.rotary_, q, k, rope)])
+    first = torch.zeros(rows, dtype=torch.int64)  # where the factor is 1, so that repeated runs leave the queries finite
+    scale = partial(scale_by_position_, q, first, 0.1, 16384)
+    yield Entry("scale_by_position_", f"{rows} x {HEADS} x {HEAD_DIM}", Work(2 * q.nbytes), [scale])
 
     gate_up = _bf16(rows, 2 * WIDTH)
     product = partial(lambda gate, up: functional.silu(gate) * up, gate_up[:, :WIDTH], gate_up[:, WIDTH:])

@@ -1,5 +1,8 @@
 """Causal grouped-query self-attention over a paged KV cache."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -8,6 +11,7 @@ from tilerank.kernels.attention import attention, store_kv
 from tilerank.kernels.delta import sigmoid_gate_
 from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
+from tilerank.kernels.temperature import scale_by_position_
 from tilerank.parallel.linear import RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import PlainParameter
@@ -22,6 +26,14 @@ from .padded_heads import attention_scale, head_multiple
 from .text_config import TextConfig
 
 
+@dataclass(frozen=True)
+class Temperature:
+    """Queries far behind the beginning are scaled by 1 + beta * ln(1 + floor(position / original)) (Ministral 3)."""
+
+    beta: float
+    original: int
+
+
 class SelfAttention(Mixer[KVPages]):
     """out(softmax(q k^T / sqrt(head_dim)) v), several query heads to a KV head, positions as rotations of q and k.
 
@@ -31,7 +43,9 @@ class SelfAttention(Mixer[KVPages]):
     head_norms: q and k are normalised head by head before the rotation (`q_norm`, `k_norm`). gated: the query
     projection yields a gate for each head as well. scale: factor of the scores in place of 1 / sqrt(head_dim).
     window: a token attends to so many tokens, itself included; 0: to all before it. sinks: every query head has a
-    learned logit beside its scores, without a value (`sinks`, gpt-oss).
+    learned logit beside its scores, without a value (`sinks`, gpt-oss). rotated: positions rotate q and k; a layer
+    without head norms may leave them as they are (SmolLM3). temperature: of q, after the rotation. projections: as in
+    QKVParallelLinear.
     """
 
     def __init__(
@@ -47,6 +61,9 @@ class SelfAttention(Mixer[KVPages]):
         scale: float | None = None,
         window: int = 0,
         sinks: bool = False,
+        rotated: bool = True,
+        temperature: Temperature | None = None,
+        projections: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
     ) -> None:
         heads, dim, hidden = config.num_heads, config.head_dim, config.hidden_size
         self.qkv = QKVParallelLinear(
@@ -58,6 +75,7 @@ class SelfAttention(Mixer[KVPages]):
             sharding,
             bias=qkv_bias,
             optional_bias=True,
+            projections=projections,
             head_multiple=head_multiple(dim, sharding),
             gated=gated,
         )
@@ -77,6 +95,8 @@ class SelfAttention(Mixer[KVPages]):
         self.gated = gated
         self.scale = attention_scale(heads * dim, self.qkv.heads, heads) if scale is None else scale
         self.rotation = Rotation(config.rope, config.rotary_dim)
+        self.rotated = rotated
+        self.temperature = temperature
         self.window = window
         self.sinks: PlainParameter | None = None
         if sinks:
@@ -89,12 +109,7 @@ class SelfAttention(Mixer[KVPages]):
         queries, k, v = self.qkv(x)
         dim = self.qkv.head_dim
         q = part_of_heads(queries, 0, dim)
-        if self.head_norms:
-            q_norm, k_norm = self.head_norms
-            q_weight, k_weight, centered = q_norm.weight.data, k_norm.weight.data, q_norm.zero_centered
-            ops.norm_rotary_(q, k, q_weight, k_weight, q_norm.eps, rope, zero_centered=centered)
-        else:
-            ops.rotary_(q, k, rope)
+        self._rotate(q, k, rope, batch.positions)
         tables = batch.tables(self.window)
         store_kv(k, v, cache, tables.slots)
         starts = batch.query_starts
@@ -116,3 +131,15 @@ class SelfAttention(Mixer[KVPages]):
         if self.gated:
             sigmoid_gate_(heads, part_of_heads(queries, dim, dim))
         return self.out(join_heads(heads))
+
+    def _rotate(self, q: Tensor, k: Tensor, rope: Tensor, positions: Tensor) -> None:
+        """Normalise the heads, rotate them by their positions [axes, t], and scale the queries, as far as the layer
+        does."""
+        if self.head_norms:
+            q_norm, k_norm = self.head_norms
+            q_weight, k_weight, centered = q_norm.weight.data, k_norm.weight.data, q_norm.zero_centered
+            ops.norm_rotary_(q, k, q_weight, k_weight, q_norm.eps, rope, zero_centered=centered)
+        elif self.rotated:
+            ops.rotary_(q, k, rope)
+        if self.temperature is not None:
+            scale_by_position_(q, positions[0], self.temperature.beta, self.temperature.original)

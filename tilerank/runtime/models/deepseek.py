@@ -154,4 +154,3 @@ class DeepseekDecoder(Decoder):
 
 
 MODELS = {"deepseek_v3": DeepseekDecoder, "kimi_k2": DeepseekDecoder}
-MISSING = {"deepseek_v32": "the sparse attention of DeepSeek-V3.2"}

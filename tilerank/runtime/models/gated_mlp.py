@@ -1,11 +1,11 @@
 """The gated MLP (Shazeer, arXiv 2002.05202)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from tilerank.kernels.linear import GatedActivation
-from tilerank.parallel.linear import GateUpParallelLinear, RowParallelLinear
+from tilerank.parallel.linear import GATE_UP, GateUpParallelLinear, RowParallelLinear
 from tilerank.parallel.sharding import Sharding
 
 from .decoder import FeedForward
@@ -15,8 +15,8 @@ from .text_config import TextConfig
 class GatedMLP(FeedForward):
     """down(silu(gate(x)) * up(x)), `width` columns wide.
 
-    bias: of all three, zero where the checkpoint lacks it. activation: in place of silu. dimension: the name of the
-    width in plans.
+    bias: of all three, zero where the checkpoint lacks it. projections: as in GateUpParallelLinear. activation: in
+    place of silu. dimension: the name of the width in plans.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class GatedMLP(FeedForward):
         sharding: Sharding,
         *,
         bias: bool = False,
+        projections: Sequence[str] = GATE_UP,
         activation: GatedActivation = "silu_mul",
         dimension: str = "MLP width",
     ) -> None:
@@ -37,6 +38,7 @@ class GatedMLP(FeedForward):
             sharding,
             bias=bias,
             optional_bias=True,
+            projections=projections,
             activation=activation,
             dimension=dimension,
         )
@@ -49,11 +51,24 @@ class GatedMLP(FeedForward):
 
 
 def dense_mlps(
-    c: TextConfig, sharding: Sharding, *, bias: bool = False, activation: GatedActivation = "silu_mul"
+    c: TextConfig,
+    sharding: Sharding,
+    *,
+    bias: bool = False,
+    projections: Sequence[str] = GATE_UP,
+    activation: GatedActivation = "silu_mul",
 ) -> Callable[[str, int], GatedMLP]:
     """Return what makes the MLP of a layer from its name and the number of the layer, `intermediate_size` wide."""
 
     def mlp(name: str, _: int) -> GatedMLP:
-        return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding, bias=bias, activation=activation)
+        return GatedMLP(
+            name,
+            c.hidden_size,
+            c.intermediate_size,
+            sharding,
+            bias=bias,
+            projections=projections,
+            activation=activation,
+        )
 
     return mlp

@@ -1,6 +1,6 @@
 """Qwen2, Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388), dense.
 
-Qwen2 always has biases on q, k and v, without a key of config.json. Qwen3 has biases only with `attention_bias`, and
+Qwen2 has biases on q, k and v, unless `qkv_bias` of config.json says otherwise. Qwen3 has biases only with `attention_bias`, and
 normalises every query and key head before the rotation.
 """
 
@@ -20,17 +20,24 @@ _NAMES = DecoderNames()
 
 def qwen2(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen2ForCausalLM."""
-    c = read_text_config(card.fields)
-
-    def mixer(name: str, _: int) -> SelfAttention:
-        return SelfAttention(name, c, sharding, qkv_bias=True, out_bias=False, head_norms=False)
-
-    return Decoder(card, c, sharding, DecoderNames(), mixer, dense_mlps(c, sharding))
+    return qwen2_decoder(card, read_text_config(card.fields), sharding)
 
 
 def qwen3(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen3ForCausalLM."""
     return qwen3_decoder(card, read_text_config(card.fields), sharding)
+
+
+def qwen2_decoder(
+    card: ModelCard, c: TextConfig, sharding: Sharding, *, mlp: Callable[[str, int], FeedForward] | None = None
+) -> Decoder:
+    """Return the decoder of Qwen2, or that of its mixture. mlp: makes those of a layer (dense)."""
+    bias = not card.fields.has("qkv_bias") or card.fields.flag("qkv_bias")
+
+    def mixer(name: str, _: int) -> SelfAttention:
+        return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=False, head_norms=False)
+
+    return Decoder(card, c, sharding, _NAMES, mixer, mlp or dense_mlps(c, sharding))
 
 
 def qwen3_decoder(

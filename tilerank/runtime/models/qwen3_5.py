@@ -14,44 +14,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from tilerank.kernels import ops
-from tilerank.kernels.delta import MAX_CONV_WIDTH, MAX_HEAD_DIM, sigmoid_gate_
+from tilerank.kernels.delta import MAX_CONV_WIDTH, MAX_HEAD_DIM
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.loader.headers import stored_tensors
 from tilerank.loader.rope import FULL_ATTENTION, Sections
 from tilerank.parallel.delta_projection import DeltaHeads
-from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.sharding import Sharding
 
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames, FeedForward, Mixer
 from .delta_net import GatedDeltaNet
-from .gated_mlp import GatedMLP, dense_mlps
+from .gated_mlp import dense_mlps
 from .qwen3_vl import vision_tower
-from .qwen_moe import ExpertsConfig, SparseMLP, read_experts_config
+from .qwen_moe import read_experts_config, sparse_mlps
 from .text_config import MAX_HEADS, MAX_WIDTH, TextConfig, read_layer_types, read_text_config
 
 _DELTA_NET = "linear_attention"
 _ROTATED_PART = 0.25
 _SECTIONS: Sections = (11, 11, 10)
 _PUBLISHED, _TEXT_ALONE = "model.language_model", "model"
-
-
-class SharedSparseMLP(FeedForward):
-    """A router and its experts, and one more expert for all tokens, with a gate of its own."""
-
-    def __init__(self, name: str, hidden: int, experts: ExpertsConfig, shared_width: int, sharding: Sharding) -> None:
-        self.sparse = SparseMLP(name, hidden, experts, sharding, fused="out_in")
-        self.shared = GatedMLP(f"{name}.shared_expert", hidden, shared_width, sharding)
-        self.gate = ReplicatedLinear(f"{name}.shared_expert_gate", hidden, 1, sharding)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        shared = self.shared(x)
-        sigmoid_gate_(shared, self.gate(x))
-        return ops.add(self.sparse(x), shared)
 
 
 def qwen3_5(card: ModelCard, sharding: Sharding) -> Decoder:
@@ -66,11 +48,8 @@ def qwen3_5_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     experts = read_experts_config(card.text, c.num_layers)
     experts = replace(experts, renormalize=True, dense_layers=frozenset())
     shared_width = card.text.integer("shared_expert_intermediate_size", 1, MAX_WIDTH)
-
-    def mlp(name: str, _: int) -> FeedForward:
-        return SharedSparseMLP(name, c.hidden_size, experts, shared_width, sharding)
-
-    return _decoder(card, c, sharding, mlp)
+    mlps = sparse_mlps(c, experts, sharding, fused="out_in", shared_width=shared_width)
+    return _decoder(card, c, sharding, mlps)
 
 
 def _text_config(card: ModelCard, *, dense: bool) -> TextConfig:
@@ -158,4 +137,3 @@ MODELS = {
     "qwen3_5_moe": qwen3_5_moe,
     "qwen3_5_moe_text": qwen3_5_moe,
 }
-MISSING = {"qwen4_exp": "the hyper-connections, sparse attention and embeddings of n-grams of Qwen3.8-Flash-Next"}

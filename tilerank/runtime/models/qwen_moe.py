@@ -1,6 +1,8 @@
-"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with a mixture of experts in place of the MLP of most layers.
+"""Qwen2-MoE (arXiv 2407.10671) and Qwen3-MoE (arXiv 2505.09388): a mixture of experts in place of most MLPs.
 
-mlp(x) = sum over the chosen experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x))
+    mlp(x) = sum over the chosen experts e of weight_e * e(x),  e(x) = down_e(silu(gate_e(x)) * up_e(x))
+
+Qwen2-MoE adds sigmoid(x w) * shared(x), an expert for all tokens with a gate of its own.
 """
 
 from collections.abc import Callable
@@ -8,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tilerank.kernels import ops
+from tilerank.kernels.delta import sigmoid_gate_
 from tilerank.kernels.moe import softmax_top_k
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
@@ -17,7 +21,7 @@ from tilerank.parallel.sharding import Sharding
 
 from .decoder import Decoder, FeedForward
 from .gated_mlp import GatedMLP
-from .qwen import qwen3_decoder
+from .qwen import qwen2_decoder, qwen3_decoder
 from .text_config import MAX_WIDTH, TextConfig, read_text_config
 
 _MAX_EXPERTS = 1 << 14
@@ -80,6 +84,37 @@ class SparseMLP(FeedForward):
         return self.experts(x, ids, weights)
 
 
+class SharedSparseMLP(FeedForward):
+    """A router and its experts, and one more expert for all tokens, with a gate of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        experts: ExpertsConfig,
+        shared_width: int,
+        sharding: Sharding,
+        *,
+        fused: FusedOrder | None = None,
+    ) -> None:
+        self.sparse = SparseMLP(name, hidden, experts, sharding, fused=fused)
+        self.shared = GatedMLP(f"{name}.shared_expert", hidden, shared_width, sharding)
+        self.gate = ReplicatedLinear(f"{name}.shared_expert_gate", hidden, 1, sharding)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shared = self.shared(x)
+        sigmoid_gate_(shared, self.gate(x))
+        return ops.add(self.sparse(x), shared)
+
+
+def qwen2_moe(card: ModelCard, sharding: Sharding) -> Decoder:
+    """Qwen2MoeForCausalLM."""
+    c = read_text_config(card.fields)
+    experts = read_experts_config(card.fields, c.num_layers)
+    shared_width = card.fields.integer("shared_expert_intermediate_size", 1, MAX_WIDTH)
+    return qwen2_decoder(card, c, sharding, mlp=sparse_mlps(c, experts, sharding, shared_width=shared_width))
+
+
 def qwen3_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     """Qwen3MoeForCausalLM."""
     c = read_text_config(card.fields)
@@ -88,16 +123,21 @@ def qwen3_moe(card: ModelCard, sharding: Sharding) -> Decoder:
 
 
 def sparse_mlps(
-    c: TextConfig, experts: ExpertsConfig, sharding: Sharding, *, fused: FusedOrder | None = None
+    c: TextConfig, experts: ExpertsConfig, sharding: Sharding, *, fused: FusedOrder | None = None, shared_width: int = 0
 ) -> Callable[[str, int], FeedForward]:
-    """Return what makes the mixture of a layer, or its MLP where that is dense. fused: see ParallelExperts."""
+    """Return what makes the mixture of a layer, or its MLP where that is dense.
+
+    fused: see ParallelExperts. shared_width: of the expert for all tokens; 0 without one.
+    """
 
     def mlp(name: str, layer: int) -> FeedForward:
         if layer in experts.dense_layers:
             return GatedMLP(name, c.hidden_size, c.intermediate_size, sharding)
+        if shared_width:
+            return SharedSparseMLP(name, c.hidden_size, experts, shared_width, sharding, fused=fused)
         return SparseMLP(name, c.hidden_size, experts, sharding, fused=fused)
 
     return mlp
 
 
-MODELS = {"qwen3_moe": qwen3_moe}
+MODELS = {"qwen2_moe": qwen2_moe, "qwen3_moe": qwen3_moe}

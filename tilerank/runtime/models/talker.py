@@ -24,8 +24,7 @@ from ..step.speaker import Additions, FrameInputs, Speaker, TalkerRows
 from .attention import SelfAttention
 from .code_predictor import CodePredictor
 from .decoder import Decoder, DecoderNames
-from .qwen3_5 import SharedSparseMLP
-from .qwen_moe import read_experts_config
+from .qwen_moe import read_experts_config, sparse_mlps
 from .text_config import MAX_WIDTH, USUAL_SECTIONS, TextConfig, read_text_config
 
 _NAMES = DecoderNames(
@@ -78,9 +77,7 @@ class Talker(Speaker):
         def mixer(name: str, _: int) -> SelfAttention:
             return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=True)
 
-        def mlp(name: str, _: int) -> SharedSparseMLP:
-            return SharedSparseMLP(name, c.hidden_size, experts, shared_width, sharding)
-
+        mlp = sparse_mlps(c, experts, sharding, fused="out_in", shared_width=shared_width)
         own = replace(card, vocab_size=text.integer("vocab_size", 1, MAX_WIDTH), context_length=self.context_length)
         self.decoder = Decoder(own, c, sharding, _NAMES, mixer, mlp)
         self.predictor = CodePredictor(

@@ -19,6 +19,7 @@ from tilerank.loader.rope import (
 MAX_WIDTH = 1 << 20
 _MAX_LAYERS = 1 << 12
 MAX_HEADS = 1 << 14
+_MAX_WINDOW = 1 << 30
 _MAX_HEAD_DIM = 1 << 12
 
 USUAL_SECTIONS: Sections = (24, 20, 20)
@@ -118,6 +119,17 @@ def read_layer_types(c: Fields, num_layers: int, kinds: Sequence[str]) -> list[s
     if len(types) != num_layers:
         raise c.fail("layer_types", f"one entry for each of the {num_layers} layers")
     return types
+
+
+def read_window(c: Fields, context_length: int, *, usual: int = 0) -> int:
+    """Return how many tokens a token of any layer attends to, itself included; 0: all before it.
+
+    For families whose `sliding_window` holds for all layers. A window as long as the context is none. usual: where the
+    file has no such key; null is no window.
+    """
+    key = "sliding_window"
+    window = c.integer(key, 1, _MAX_WINDOW) if c.has(key) else 0 if key in c.values else usual
+    return window if window < context_length else 0
 
 
 def _refuse_unsupported(c: Fields) -> None:

@@ -1,7 +1,6 @@
 """The model families: every file of `models/` that runs checkpoints has a table MODELS.
 
-MODELS maps a `model_type` of config.json to a function (card, sharding) -> model. A file may also have a table MISSING,
-which maps the `model_type` of a relative that does not run to what it needs beside what runs.
+MODELS maps a `model_type` of config.json to a function (card, sharding) -> model.
 """
 
 import importlib
@@ -9,7 +8,6 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tilerank.loader.card import ModelCard, read_card, read_config_fields
 from tilerank.parallel.sharding import Sharding
@@ -17,6 +15,7 @@ from tilerank.parallel.sharding import Sharding
 from .. import models
 from ..media.family import NO_OPTIONS, FamilyOptions
 from ..media.registry import with_options
+from ..models.missing import MISSING
 from ..step.model import Model
 
 Builder = Callable[[ModelCard, Sharding], Model]
@@ -34,21 +33,15 @@ def read_supported_card(model_dir: Path, options: FamilyOptions = NO_OPTIONS) ->
     """
     fields = read_config_fields(model_dir)
     if (model_type := fields.text("model_type")) not in _builders():
-        missing = _tables("MISSING")
-        reason = f" ({model_type} needs {missing[model_type]}, not supported yet)" if model_type in missing else ""
+        reason = f" ({model_type} needs {MISSING[model_type]}, not supported yet)" if model_type in MISSING else ""
         raise fields.fail("model_type", f"one of {', '.join(sorted(_builders()))}{reason}")
     return with_options(read_card(model_dir), options)
 
 
-def _builders() -> dict[str, Builder]:
-    return _tables("MODELS")
-
-
 @cache
-def _tables(name: str) -> dict[str, Any]:
-    """Return the tables of this name of all files in one."""
-    found: dict[str, Any] = {}
+def _builders() -> dict[str, Builder]:
+    found: dict[str, Builder] = {}
     for info in pkgutil.iter_modules(models.__path__):
         module = importlib.import_module(f"{models.__name__}.{info.name}")
-        found |= getattr(module, name, {})
+        found |= getattr(module, "MODELS", {})
     return found

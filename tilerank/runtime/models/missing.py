@@ -1,0 +1,11 @@
+"""What the families need that do not run, beside what runs."""
+
+MISSING = {
+    "deepseek_v32": "the sparse attention of DeepSeek-V3.2",
+    "glm_moe_dsa": "the sparse attention of GLM-5",
+    "glm4v_moe": "the vision tower of GLM-4.5V",
+    "minimax_m3": "the sparse attention and the clamped activation of MiniMax-M3",
+    "mistral4": "the latent attention of Mistral Small 4, beside a mixture of experts in its own layout",
+    "qwen4_exp": "the hyper-connections, sparse attention and embeddings of n-grams of Qwen3.8-Flash-Next",
+}
+"""By `model_type`."""

@@ -1,0 +1,84 @@
+"""Mistral (arXiv 2310.06825), Ministral 3, and the language models of Mistral Small 3.1 and its successors.
+
+Llama without biases, with a window in all layers of the oldest models. Ministral 3 scales queries by their position.
+The directories of newer models have a vision tower as well (`mistral3`), which is not loaded: they take text only.
+"""
+
+from tilerank.loader.card import ModelCard
+from tilerank.loader.fields import Fields
+from tilerank.parallel.sharding import Sharding
+
+from .attention import SelfAttention, Temperature
+from .decoder import Decoder, DecoderNames
+from .gated_mlp import dense_mlps
+from .missing import MISSING
+from .text_config import read_text_config, read_window
+
+_BESIDE_VISION = DecoderNames(
+    embedding="language_model.model.embed_tokens",
+    norm="language_model.model.norm",
+    head="language_model.lm_head",
+    layer="language_model.model.layers.{}",
+    left_out=("vision_tower.", "multi_modal_projector."),
+)
+_USUAL_WINDOW = 4096  # of MistralConfig in transformers
+_MAX_POSITIONS = 1 << 30
+
+
+def mistral(card: ModelCard, sharding: Sharding) -> Decoder:
+    """MistralForCausalLM."""
+    return _decoder(card, sharding, DecoderNames(), usual_window=_USUAL_WINDOW)
+
+
+def ministral3(card: ModelCard, sharding: Sharding) -> Decoder:
+    """Ministral3ForCausalLM."""
+    return _decoder(card, sharding, DecoderNames(), temperature=_read_temperature(card.fields))
+
+
+def mistral3(card: ModelCard, sharding: Sharding) -> Decoder:
+    """The language model of Mistral3ForConditionalGeneration, which is one of the two above."""
+    text, key = card.text, "model_type"
+    kind = text.text(key)
+    if kind == "mistral":
+        return _decoder(card, sharding, _BESIDE_VISION, usual_window=_USUAL_WINDOW)
+    if kind == "ministral3":
+        return _decoder(card, sharding, _BESIDE_VISION, temperature=_read_temperature(text))
+    reason = f" ({kind} needs {MISSING[kind]}, not supported yet)" if kind in MISSING else ""
+    raise text.fail(key, f"mistral or ministral3{reason}")
+
+
+def _decoder(
+    card: ModelCard,
+    sharding: Sharding,
+    names: DecoderNames,
+    *,
+    usual_window: int = 0,
+    temperature: Temperature | None = None,
+) -> Decoder:
+    c = read_text_config(card.text, whole=card.fields)
+    window = read_window(card.text, card.context_length, usual=usual_window)
+
+    def mixer(name: str, _: int) -> SelfAttention:
+        return SelfAttention(
+            name,
+            c,
+            sharding,
+            qkv_bias=False,
+            out_bias=False,
+            head_norms=False,
+            window=window,
+            temperature=temperature,
+        )
+
+    return Decoder(card, c, sharding, names, mixer, dense_mlps(c, sharding))
+
+
+def _read_temperature(c: Fields) -> Temperature | None:
+    """Return the temperature of queries; None if the file has none, or one that changes nothing."""
+    rope, key = c.object("rope_parameters"), "llama_4_scaling_beta"
+    if not rope.has(key) or not (beta := rope.number(key, 0.0, 1e3, above=False)):
+        return None
+    return Temperature(beta, rope.integer("original_max_position_embeddings", 1, _MAX_POSITIONS))
+
+
+MODELS = {"mistral": mistral, "ministral3": ministral3, "mistral3": mistral3}
