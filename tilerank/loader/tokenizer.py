@@ -4,7 +4,7 @@ import codecs
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import processors
 
 from .chat.jinja import JinjaTemplate
-from .chat.template import BEGIN, END, ChatTemplate, Segment
+from .chat.template import REASONING_MARKS, ChatTemplate, ReasoningMarks, Segment
 from .errors import TokenizerError, tokenizer_errors
 from .files import show
 from .harmony.marks import CHANNEL, MARKS, TURN_ENDS
@@ -75,10 +75,14 @@ class Tokenizer:
     def chat_template(self) -> ChatTemplate:
         """That of the model directory. For the vocabulary of harmony it is harmony's own, unless the directory has a
         template that writes no channels."""
-        has_marks = self.token_id(BEGIN) is not None and self.token_id(END) is not None
-        found = JinjaTemplate(self.model_dir, self.special_tokens, has_marks)
+        found = JinjaTemplate(self.model_dir, self.special_tokens, self.reasoning_marks)
         writes_channels = not found.source or CHANNEL in found.source
         return HarmonyTemplate() if self.has_channels and writes_channels else found
+
+    @cached_property
+    def reasoning_marks(self) -> ReasoningMarks | None:
+        """The marks of reasoning of which both are tokens."""
+        return next((marks for marks in REASONING_MARKS if None not in map(self.token_id, marks)), None)
 
     @cached_property
     def has_channels(self) -> bool:
@@ -164,9 +168,12 @@ class Tokenizer:
         self._bytes_of[id, first] = data
         return data
 
-    def stream(self, *, special: bool = False) -> "TokenStream":
-        """Return a new incremental decoder for one text. special: special tokens are part of it."""
-        return ByteStream(self, special) if self._decoder == "ByteLevel" else PieceStream(self, special)
+    def stream(self, *, special: bool = False, marks: Sequence[str] = ()) -> "TokenStream":
+        """Return a new incremental decoder for one text. special: special tokens are part of it. marks: those that are
+        a part of it in any case."""
+        ids = {id for mark in marks if (id := self.token_id(mark)) is not None}
+        shown = self._special_ids if special else self._special_ids & ids
+        return ByteStream(self, shown) if self._decoder == "ByteLevel" else PieceStream(self, shown)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text of a conversation (see ChatTemplate.render). Encode it with add_special_tokens=False."""
@@ -189,13 +196,13 @@ class Tokenizer:
 class TokenStream(ABC):
     """Decodes a text token by token. The results of all `push` calls and of `flush` add up to `decode` of all ids.
 
-    No later token can change a result, so that it never contains part of a character. special: special tokens are part
-    of the text, which `decode` leaves out.
+    No later token can change a result, so that it never contains part of a character. shown: special tokens that are
+    part of the text; `decode` leaves out all of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int]) -> None:
         self._tokenizer = tokenizer
-        self._special = special
+        self._shown = shown
 
     @abstractmethod
     def push(self, id: int) -> str:
@@ -209,14 +216,14 @@ class TokenStream(ABC):
 class ByteStream(TokenStream):
     """The decoder of byte-level vocabularies, in which every token is a string of bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
-        super().__init__(tokenizer, special)
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int]) -> None:
+        super().__init__(tokenizer, shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
         token = self._tokenizer.token(id)
         if token is None:
-            return self._utf8.decode(self._tokenizer.special_token(id).encode()) if self._special else ""
+            return self._utf8.decode(self._tokenizer.special_token(id).encode()) if id in self._shown else ""
         return self._utf8.decode(_token_bytes(token))
 
     def flush(self) -> str:
@@ -228,16 +235,15 @@ class ByteStream(TokenStream):
 class PieceStream(TokenStream):
     """The decoder of sentencepiece-style vocabularies: a run of byte tokens (<0xE2>) is decoded as a whole."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
-        super().__init__(tokenizer, special)
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int]) -> None:
+        super().__init__(tokenizer, shown)
         self._context: list[int] = []  # the last decoded token, because the start of a text is decoded differently
         self._pending: list[int] = []
 
     def push(self, id: int) -> str:
         token = self._tokenizer.token(id)
         if token is None:
-            special = self._tokenizer.special_token(id) if self._special else ""
-            return self._release(None) + special if special else ""
+            return self._release(None) + self._tokenizer.special_token(id) if id in self._shown else ""
         self._pending.append(id)
         return "" if _is_byte(token) else self._release(id)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_files import DEMO_VL
 
-from tilerank.loader.chat.template import ReasoningStart, thinking_after
+from tilerank.loader.chat.template import THINK, ReasoningStart, thinking_after
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.chat.grammars import request_grammar
@@ -105,8 +105,8 @@ def test_reasoning_is_shown_as_soon_as_it_is_certain() -> None:
     ],
 )
 def test_the_end_of_the_prompt_decides(prompt: str, of_tokens: ReasoningStart, of_text: ReasoningStart) -> None:
-    assert thinking_after(prompt, True) == of_tokens
-    assert thinking_after(prompt, False) == of_text
+    assert thinking_after(prompt, THINK) == of_tokens
+    assert thinking_after(prompt, None) == of_text
 
 
 @pytest.mark.parametrize("tokenizer", [MARKS_ARE_TEXT, MARKS_ARE_TOKENS], ids=["marks are text", "marks are tokens"])

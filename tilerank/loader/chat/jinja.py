@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import TokenizerError
 from ..files import is_listed, read_json_object, read_text, show
 from ..vocabularies.table import usual_chat_template
-from .template import ChatTemplate, Rendered, Segment, thinking_after, thinking_inside
+from .template import MISTRAL_THINK, ChatTemplate, ReasoningMarks, Rendered, Segment, thinking_after, thinking_inside
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"  # a file NAME.jinja for each further template
@@ -42,6 +42,8 @@ _TRIAL = (
 """A conversation with a tool call, which shows in which form a template takes the arguments."""
 _ANSWER = "the answer"
 _ANSWERED = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
+_REASON = "the reason"
+_REASONED = (_ANSWERED[0], {**_ANSWERED[1], "reasoning_content": _REASON})
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,28 @@ class _Template:
 class JinjaTemplate(ChatTemplate):
     """The chat templates of a model directory, from files of their own, chat_template.json or tokenizer_config.json.
 
-    special_tokens: bos_token, eos_token, ...; variables of the templates. marks_reasoning: the vocabulary has both
-    marks of reasoning. Methods raise TokenizerError for a template that does not compile.
+    special_tokens: bos_token, eos_token, ...; variables of the templates. marks: those of reasoning that the vocabulary
+    has. Methods raise TokenizerError for a template that does not compile.
     """
 
-    def __init__(self, model_dir: Path, special_tokens: Mapping[str, str], marks_reasoning: bool) -> None:
+    def __init__(self, model_dir: Path, special_tokens: Mapping[str, str], marks: ReasoningMarks | None) -> None:
         self._model_dir = model_dir
-        self._marks_reasoning = marks_reasoning
+        self._marks = marks
         self._special_tokens = dict(special_tokens)
         self._templates = {name: _Template(name, where, source) for name, (where, source) in _find(model_dir).items()}
+
+    @cached_property
+    def _reasons_in_parts(self) -> bool:
+        """Whether the template takes the reasoning of an earlier answer as a part of its content, as Mistral's do."""
+        template = self._templates.get("default")
+        if self._marks is not MISTRAL_THINK or template is None:
+            return False
+        turns = [_with_reasoning_part(message) for message in _REASONED]
+        try:
+            text = self._rendered(template, turns, {"tools": None, "add_generation_prompt": False})
+        except _TemplateFailure:
+            return False
+        return _REASON in text and _ANSWER in text
 
     @property
     def source(self) -> str:
@@ -115,6 +130,8 @@ class JinjaTemplate(ChatTemplate):
         calls = any(message.get("tool_calls") for message in messages)
         if calls and self._prints_arguments:
             messages = [_with_json_arguments(message) for message in messages]
+        if self._reasons_in_parts:
+            messages = [_with_reasoning_part(message) for message in messages]
         values = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             text = self._rendered(template, messages, values)
@@ -125,8 +142,8 @@ class JinjaTemplate(ChatTemplate):
             raise TokenizerError(message) from cause
         if continue_final_message:
             text = _cut(text, messages[-1]["content"])
-            return Rendered([Segment(text, True)], thinking_inside(text))
-        return Rendered([Segment(text, True)], thinking_after(text, self._marks_reasoning))
+            return Rendered([Segment(text, True)], thinking_inside(text, self._marks))
+        return Rendered([Segment(text, True)], thinking_after(text, self._marks))
 
     @cached_property
     def takes_calls(self) -> bool:
@@ -249,9 +266,22 @@ def _named(where: Path, found: Any) -> dict[str, str]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with its reasoning under every name that published templates read."""
-    fields = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((message[key] for key in fields if message.get(key) is not None), None)
+    reasoning = _reasoning(message)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _reasoning(message: Mapping[str, Any]) -> Any:
+    fields = ("reasoning_content", "thinking", "reasoning")
+    return next((message[key] for key in fields if message.get(key) is not None), None)
+
+
+def _with_reasoning_part(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an answer with its reasoning as the first part of its content."""
+    reasoning, content = _reasoning(message), message.get("content")
+    if not reasoning or message["role"] != "assistant":
+        return message
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    return {**message, "content": [{"type": "thinking", "thinking": reasoning}, *parts]}
 
 
 def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

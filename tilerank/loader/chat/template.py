@@ -5,8 +5,17 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
-BEGIN, END = "<think>", "</think>"
-"""The marks of reasoning of most models. Models with channels (harmony/) have none."""
+
+class ReasoningMarks(NamedTuple):
+    """The texts before and after the reasoning of an answer."""
+
+    begin: str
+    end: str
+
+
+THINK, MISTRAL_THINK = ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]")
+REASONING_MARKS = (THINK, MISTRAL_THINK)
+"""Those of all families; a model has those that its vocabulary has. Models with channels (harmony/) have none."""
 
 
 class ReasoningStart(Enum):
@@ -84,19 +93,21 @@ class ChatTemplate(ABC):
         """The text that follows an answer that is the last message: the end of the turn, if it has one."""
 
 
-def thinking_after(prompt: str, has_marks: bool) -> ReasoningStart:
-    """Return how the answer to `prompt`, the text of a conversation, begins. has_marks: both marks are tokens.
+def thinking_after(prompt: str, marks: ReasoningMarks | None) -> ReasoningStart:
+    """Return how the answer to `prompt`, the text of a conversation, begins. marks: those that are tokens.
 
-    A model whose vocabulary has no marks of reasoning never begins it by itself.
+    A model whose vocabulary has no marks of reasoning never begins it by itself, but a prompt may end with THINK.
     """
-    end = prompt.rstrip()
-    if end.endswith(BEGIN):
+    begin, end = marks or THINK
+    text = prompt.rstrip()
+    if text.endswith(begin):
         return ReasoningStart.OPENED
-    if end.endswith(END) or not has_marks:
+    if text.endswith(end) or marks is None:
         return ReasoningStart.NEVER
     return ReasoningStart.OPTIONAL
 
 
-def thinking_inside(prompt: str) -> ReasoningStart:
+def thinking_inside(prompt: str, marks: ReasoningMarks | None) -> ReasoningStart:
     """Return how the answer to a prompt begins that ends inside a message, which may end within its reasoning."""
-    return ReasoningStart.OPENED if prompt.rfind(BEGIN) > prompt.rfind(END) else ReasoningStart.NEVER
+    begin, end = marks or THINK
+    return ReasoningStart.OPENED if prompt.rfind(begin) > prompt.rfind(end) else ReasoningStart.NEVER

@@ -3,13 +3,9 @@
 from .family import Family
 
 _QWEN = Family(tool_calls="hermes")
-_MISTRAL = Family(tool_calls="mistral")
 
 FAMILIES = {
     "llama": Family(tool_calls="llama"),
-    "mistral": _MISTRAL,
-    "ministral3": _MISTRAL,
-    "mistral3": _MISTRAL,
     "qwen2": _QWEN,
     "qwen2_moe": _QWEN,
     "qwen3": _QWEN,

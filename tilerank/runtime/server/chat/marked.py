@@ -1,10 +1,11 @@
-"""Answers with marks in their text: <think> and </think> around the reasoning, and tool calls in the model's format."""
+"""Answers with marks in their text, such as <think> and </think> around the reasoning, and tool calls in the model's
+format."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 
-from tilerank.loader.chat.template import BEGIN, END, ReasoningStart
+from tilerank.loader.chat.template import THINK, ReasoningStart
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..http.errors import ApiError
@@ -18,7 +19,11 @@ from .tools.parser import ToolParser
 
 
 class MarkedReader(AnswerReader):
-    """Reads an answer with marks. parser: finds tool calls; None if there are no tools to call."""
+    """Reads an answer with marks.
+
+    parser: finds tool calls; None if there are no tools to call. call_marks: of calls. Those of the reasoning and of
+    calls are a part of the text also where they are special tokens, as they are in Mistral's vocabularies.
+    """
 
     def __init__(
         self,
@@ -26,9 +31,13 @@ class MarkedReader(AnswerReader):
         tokenizer: Tokenizer,
         thinking: ReasoningStart = ReasoningStart.NEVER,
         parser: ToolParser | None = None,
+        call_marks: Sequence[str] = (),
     ) -> None:
+        marks = tokenizer.reasoning_marks or THINK
+        shown = (*call_marks, *(() if thinking is ReasoningStart.NEVER else marks))
+        stream = tokenizer.stream(special=not body.skip_special_tokens, marks=shown)
         self.stops = StopStrings(body.stop_strings, body.min_tokens, body.keeps_stop)
-        self._text = TextStream(tokenizer.stream(special=not body.skip_special_tokens), self.stops, thinking)
+        self._text = TextStream(stream, self.stops, thinking, marks)
         self._parser = parser
 
     @property
@@ -58,8 +67,10 @@ class MarkedFormat(AnswerFormat):
     def new_reader(
         self, body: Sampling, tokenizer: Tokenizer, thinking: ReasoningStart, schemas: Mapping[str, Schema]
     ) -> AnswerReader:
-        parser = ToolParser(self.tool_format, schemas) if self.tool_format is not None and schemas else None
-        return MarkedReader(body, tokenizer, thinking, parser)
+        if self.tool_format is None or not schemas:
+            return MarkedReader(body, tokenizer, thinking)
+        parser = ToolParser(self.tool_format, schemas)
+        return MarkedReader(body, tokenizer, thinking, parser, self.tool_format.MARKS)
 
     def call_rules(self, body: Sampling, tokenizer: Tokenizer) -> list[str]:
         # Each tool's schema is a rule of its own, because its references begin at its root.
@@ -74,7 +85,7 @@ class MarkedFormat(AnswerFormat):
         rules = [f"calls: {begin_calls} call {more_calls} {end_calls}", f"call: {any_call}"]
         for i, tool in enumerate(tools):
             parts = (part % {"name": tool.function.name} for part in format.BEGIN_CALL.split(NUMBER))
-            begin = " /[0-9]{1,4}/ ".join(_literal(part, tokenizer, format) for part in parts)
+            begin = f" /{format.NUMBERS}/ ".join(_literal(part, tokenizer, format) for part in parts)
             rules.append(f"call_{i}: {begin} arguments_{i} {end_call}")
             try:
                 rules += format.argument_rules(f"arguments_{i}", tool.function.arguments_schema)
@@ -96,10 +107,11 @@ def _thinking_rules(tokenizer: Tokenizer, thinking: ReasoningStart) -> tuple[str
     """Return the expression of the reasoning, with the line breaks that follow it, and its rules."""
     if thinking is ReasoningStart.NEVER:
         return "", []
-    begin, end = (tokenizer.token_id(mark) for mark in (BEGIN, END))
+    marks = tokenizer.reasoning_marks or THINK
+    begin, end = map(tokenizer.token_id, marks)
     any_text, line_breaks = "/(.|\\n)*/", "line_breaks: /\\n+/"
     if end is None:
-        thought = [f"thought[suffix={json.dumps(END)}]: {any_text}"]
+        thought = [f"thought[suffix={json.dumps(marks.end)}]: {any_text}"]
     else:
         thought = [f"thought: thought_text <[{end}]>", f"thought_text: {any_text}"]
     whole = "thought line_breaks?"

@@ -24,6 +24,8 @@ from .tools.format import ToolFormat
 _RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
 _SWITCHES = ("enable_thinking", "thinking")
 """The variable that turns reasoning on and off has one of these names: Qwen's or DeepSeek's."""
+_OTHER_TOOLS = "xml_tools"
+"""The variable of tools in SmolLM3's template."""
 _EFFORT = "reasoning_effort"
 ReadMedia = Callable[[Sequence[MediaSource]], Awaitable[list[DecodedMedium]]]
 """Returns the media of a conversation, decoded. Raises MediaError, or an error of its own."""
@@ -185,7 +187,9 @@ class PromptBuilder:
             known = facts.variables if tools is None else facts.tool_variables
             chosen = _with_effort(_renamed_switch(variables, known), effort, known, facts.efforts, self._model)
             chosen = _renamed_switch(self._defaults, known) | chosen | _option_variables(options, known, self._model)
-            if tools and self._format is not None and "tools" not in known:
+            if tools and "tools" not in known and _OTHER_TOOLS in known:
+                chosen = {_OTHER_TOOLS: tools} | chosen
+            elif tools and self._format is not None and "tools" not in known:
                 described = self._format.describe(tools).strip()
                 turns = _with_tools(turns, described)
         chosen = chosen | {

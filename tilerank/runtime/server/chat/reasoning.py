@@ -1,13 +1,14 @@
 """Separates the reasoning of a model, which it writes before its answer, from the answer.
 
-Qwen3, Qwen3.5 and DeepSeek write <think>, the reasoning, </think> and the answer, with line breaks around the marks.
+Qwen3, Qwen3.5 and DeepSeek write <think>, the reasoning, </think> and the answer, with line breaks around the marks;
+Mistral's models write [THINK] and [/THINK].
 Some chat templates end the prompt with <think> (Qwen3.5, DeepSeek in thinking mode), or with </think> to turn the
 reasoning off.
 """
 
 from dataclasses import dataclass
 
-from tilerank.loader.chat.template import BEGIN, END, ReasoningStart
+from tilerank.loader.chat.template import THINK, ReasoningMarks, ReasoningStart
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Text:
 class ReasoningSplitter:
     """Splits the streamed text of one choice. Holds back what may be a part of a mark."""
 
-    def __init__(self, thinking: ReasoningStart) -> None:
+    def __init__(self, thinking: ReasoningStart, marks: ReasoningMarks = THINK) -> None:
+        self._marks = marks
         self.reasoning = thinking is ReasoningStart.OPENED
         self._undecided = thinking is ReasoningStart.OPTIONAL
         self._at_start = thinking is ReasoningStart.OPENED  # line breaks are dropped
@@ -56,10 +58,10 @@ class ReasoningSplitter:
 
     def _decide(self) -> None:
         begin = self._buffer.lstrip()
-        if begin.startswith(BEGIN):
-            self._buffer = begin.removeprefix(BEGIN)
+        if begin.startswith(self._marks.begin):
+            self._buffer = begin.removeprefix(self._marks.begin)
             self.reasoning = self._at_start = True
-        self._undecided = not self.reasoning and BEGIN.startswith(begin)
+        self._undecided = not self.reasoning and self._marks.begin.startswith(begin)
 
     def _skip_line_breaks(self) -> None:
         if self._at_start:
@@ -67,12 +69,12 @@ class ReasoningSplitter:
             self._at_start = not self._buffer
 
     def _take_reasoning(self) -> str:
-        reasoning, ended, rest = self._buffer.partition(END)
+        reasoning, ended, rest = self._buffer.partition(self._marks.end)
         if ended:
             self._buffer = rest
             self.reasoning, self._at_start = False, True
             return reasoning.rstrip("\n")
-        sure = self._buffer[: len(self._buffer) - overlap(self._buffer, END)].rstrip("\n")
+        sure = self._buffer[: len(self._buffer) - overlap(self._buffer, self._marks.end)].rstrip("\n")
         return self._take(len(sure))
 
     def _take(self, length: int) -> str:

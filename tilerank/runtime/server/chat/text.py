@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tilerank.loader.chat.template import ReasoningStart
+from tilerank.loader.chat.template import THINK, ReasoningMarks, ReasoningStart
 from tilerank.loader.tokenizer import TokenStream
 
 from .reasoning import ReasoningSplitter, Text, overlap
@@ -52,17 +52,21 @@ class StopStrings:
 class TextStream:
     """The text of one choice, whose reasoning is marked.
 
-    stops: found in the answer; stop strings do not end the reasoning. thinking: how the text begins. reasoning_tokens:
-    tokens that belong to it, the marks included.
+    stops: found in the answer; stop strings do not end the reasoning. thinking: how the text begins. marks: those of
+    the reasoning. reasoning_tokens: tokens that belong to it, the marks included.
     """
 
     def __init__(
-        self, stream: TokenStream, stops: StopStrings, thinking: ReasoningStart = ReasoningStart.NEVER
+        self,
+        stream: TokenStream,
+        stops: StopStrings,
+        thinking: ReasoningStart = ReasoningStart.NEVER,
+        marks: ReasoningMarks = THINK,
     ) -> None:
         self.reasoning_tokens = 0
         self._stream = stream
         self._stops = stops
-        self._splitter = ReasoningSplitter(thinking)
+        self._splitter = ReasoningSplitter(thinking, marks)
 
     def push(self, token_id: int) -> Text:
         """Append a token and return the text that no later token can change."""

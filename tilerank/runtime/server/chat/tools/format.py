@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..references import Schema
@@ -19,7 +19,8 @@ class ToolFormat(ABC):
 
     The calls of an answer are written BEGIN_CALLS, the calls, END_CALLS, and a call BEGIN_CALL, the arguments,
     END_CALL. BEGIN_CALL has %(name)s for the name, and maybe NUMBER. BETWEEN separates calls. MARKS: the parts of these
-    that may be tokens. OPENINGS: marks with which a call may begin wherever they are written.
+    that may be tokens. OPENINGS: marks with which a call may begin wherever they are written. NUMBERS: a regular
+    expression for what stands in place of NUMBER.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ToolFormat(ABC):
     BEGIN_CALLS = END_CALLS = BETWEEN = ""
     BEGIN_CALL: str
     END_CALL: str
+    NUMBERS = "[0-9]{1,4}"
 
     @abstractmethod
     def is_shown_by(self, template: str) -> bool:
@@ -71,3 +73,29 @@ class ToolFormat(ABC):
         Raises ValueError if the format cannot follow the schema.
         """
         return [f"{rule}: {json_rule(schema)}"]
+
+
+def with_new_ids(
+    turns: Sequence[dict[str, Any]], new_id: Callable[[Mapping[str, Any], int], str]
+) -> Sequence[dict[str, Any]]:
+    """Return the messages of a conversation with other ids of its calls and of their results.
+
+    new_id: returns that of a call, given its number in the conversation. A result without an id belongs to the first
+    call that has none yet.
+    """
+    count, changed = 0, []
+    open_calls: list[tuple[str, str]] = []  # (id of the client, new id) of calls without a result
+    for turn in turns:
+        if calls := turn.get("tool_calls"):
+            ids = [new_id(call, number) for number, call in enumerate(calls, count)]
+            count += len(calls)
+            open_calls = [(call["id"], id) for call, id in zip(calls, ids, strict=True)]
+            turn = {**turn, "tool_calls": [{**call, "id": id} for call, id in zip(calls, ids, strict=True)]}
+        elif turn["role"] == "tool":
+            given = turn.get("tool_call_id")
+            call = next((one for one in open_calls if not given or given == one[0]), None)
+            if call is not None:
+                open_calls.remove(call)
+                turn = {**turn, "tool_call_id": call[1]}
+        changed.append(turn)
+    return changed

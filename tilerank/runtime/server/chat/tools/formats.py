@@ -5,11 +5,23 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from .format import ToolFormat
 from .functions import FunctionFormat
+from .mistral import MistralFormat, MistralIdFormat, MistralListFormat
 from .named import DeepSeekFormat, KimiFormat
-from .objects import HermesFormat, LlamaFormat
+from .objects import HermesFormat, LlamaFormat, PhiFormat
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    format.name: format for format in (DeepSeekFormat(), FunctionFormat(), HermesFormat(), KimiFormat(), LlamaFormat())
+    format.name: format
+    for format in (
+        DeepSeekFormat(),
+        FunctionFormat(),
+        HermesFormat(),
+        KimiFormat(),
+        LlamaFormat(),
+        MistralFormat(),
+        MistralIdFormat(),
+        MistralListFormat(),
+        PhiFormat(),
+    )
 }
 """By name. The first that a chat template shows is that of the model."""
 

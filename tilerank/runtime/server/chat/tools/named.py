@@ -8,7 +8,7 @@ from typing import Any
 from ..references import Schema
 from .calls import ToolCall
 from .cursor import Cursor, NotACallError
-from .format import NUMBER, ToolFormat
+from .format import NUMBER, ToolFormat, with_new_ids
 
 
 class NamedFormat(ToolFormat):
@@ -124,19 +124,4 @@ class KimiFormat(NamedFormat):
 
     def with_ids(self, turns: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """The chat template prints the ids, of which the model has seen no other form."""
-        count, changed = 0, []
-        open_calls: list[tuple[str, str]] = []  # (id of the client, id for the model) of calls without a result
-        for turn in turns:
-            if calls := turn.get("tool_calls"):
-                ids = [f"{self.PREFIX}{call['function']['name']}:{i}" for i, call in enumerate(calls, count)]
-                count += len(calls)
-                open_calls = [(call["id"], id) for call, id in zip(calls, ids, strict=True)]
-                turn = {**turn, "tool_calls": [{**call, "id": id} for call, id in zip(calls, ids, strict=True)]}
-            elif turn["role"] == "tool":
-                given = turn.get("tool_call_id")
-                call = next((one for one in open_calls if not given or given == one[0]), None)
-                if call is not None:
-                    open_calls.remove(call)
-                    turn = {**turn, "tool_call_id": call[1]}
-            changed.append(turn)
-        return changed
+        return with_new_ids(turns, lambda call, number: f"{self.PREFIX}{call['function']['name']}:{number}")

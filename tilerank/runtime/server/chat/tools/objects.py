@@ -1,6 +1,8 @@
-"""Calls as JSON objects with a name and arguments: the formats of Hermes and of Llama 3."""
+"""Calls as JSON objects with a name and arguments: the formats of Hermes, Llama 3 and Phi-4-mini."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..references import Schema
 from .calls import ARGUMENTS, ToolCall, call_from_json
@@ -82,3 +84,33 @@ class LlamaFormat(ObjectFormat):
 
     def is_shown_by(self, template: str) -> bool:
         return False  # its templates look like many others; the families name the format
+
+
+class PhiFormat(ObjectFormat):
+    """The format of Phi-4-mini: <|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>.
+
+    The model also writes functools before the list, and no marks.
+    """
+
+    name = "phi"
+    MARKS = BEGIN, END = "<|tool_call|>", "<|/tool_call|>"
+    FUNCTOOLS = "functools"
+    OPENINGS = (BEGIN,)
+    BEGIN_CALLS, BETWEEN, END_CALLS = f"{BEGIN}[", ", ", f"]{END}"
+    BEGIN_CALL, END_CALL = '{"name": "%(name)s", "arguments": ', "}"
+
+    def is_shown_by(self, template: str) -> bool:
+        return "<|tool|>" in template
+
+    def bare_openings(self, names: Iterable[str]) -> tuple[str, ...]:
+        return (*_BRACKETS, self.FUNCTOOLS)
+
+    def read(self, cursor: Cursor, schemas: Mapping[str, Schema], bare: bool) -> list[ToolCall]:
+        if bare:
+            cursor.take(self.FUNCTOOLS)
+        return super().read(cursor, schemas, bare)
+
+    def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        # The chat template prints this after the system prompt, where it has a field for tools that no client fills.
+        functions = [tool["function"] for tool in tools]
+        return f"<|tool|>{json.dumps(functions, ensure_ascii=False)}<|/tool|>"
