@@ -18,8 +18,9 @@ from tilerank.runtime.server.chat.tools.calls import ToolCall
 from tilerank.runtime.server.chat.tools.format import ToolFormat
 from tilerank.runtime.server.chat.tools.formats import TOOL_FORMATS, tool_format
 from tilerank.runtime.server.chat.tools.functions import FunctionFormat
+from tilerank.runtime.server.chat.tools.mistral import MistralFormat, MistralIdFormat, MistralListFormat
 from tilerank.runtime.server.chat.tools.named import DeepSeekFormat, KimiFormat
-from tilerank.runtime.server.chat.tools.objects import HermesFormat, LlamaFormat
+from tilerank.runtime.server.chat.tools.objects import HermesFormat, LlamaFormat, PhiFormat
 from tilerank.runtime.server.chat.tools.parser import ToolParser
 
 SCHEMAS: dict[str, Any] = {"weather": {}, "f": {}}
@@ -286,6 +287,8 @@ PARTS += [
     *DeepSeekFormat.MARKS,
     "functions.f:0",
     *KimiFormat.MARKS,
+    *MistralFormat.MARKS,
+    *PhiFormat.MARKS,
     "<|python_tag|>",
     "<",
     "｜",
@@ -358,6 +361,11 @@ def test_a_malformed_schema_allows_any_value(properties: Any) -> None:
         ("<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v3", DeepSeekFormat),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json", "qwen2", None),
         ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2", KimiFormat),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral3", MistralFormat),
+        ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]", "mistral3", MistralIdFormat),
+        ("[TOOL_CALLS] [", "mistral", MistralListFormat),
+        ("{{ messages }}", "mistral", None),
+        ("{{ messages }}<|tool|>", "phi3", PhiFormat),
         ("{{ messages }}", "qwen3", HermesFormat),
         ("{{ messages }}", "llama", LlamaFormat),
         ("{{ messages }}", "deepseek_v3", None),
