@@ -22,6 +22,8 @@ def listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
             path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in model_dir.glob(pattern)
         )
         found = f"found {others[0]}, a format that is not read" if others else "found neither"
+        if native := sorted(path.name for path in model_dir.glob("consolidated*.safetensors")):
+            found = f"found {native[0]}, which has Mistral's own layout; the repository has model-*.safetensors as well"
         raise CheckpointError(f"{model_dir}: expected {SINGLE} or {INDEX}, {found}")
     where = model_dir / INDEX
     weight_map = read_json_object(model_dir, INDEX, CheckpointError).get("weight_map")
