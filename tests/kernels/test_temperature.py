@@ -19,7 +19,7 @@ def test_queries_are_scaled_as_transformers_does(dtype: torch.dtype, dim: int) -
     factors = get_llama_4_attn_scale(positions, beta, original)[0, 0]
     assert factors[:6, 0].tolist() == pytest.approx([1, 1, 1.0693, 1.0693, 1.1099, 1.1609], abs=1e-4)
     rows = randn(8, 5 * dim + 3, dtype=dtype)
-    q = rows[:, 1 : 1 + 5 * dim].unflatten(1, (5, dim))
+    q = torch.unflatten(rows[:, 1 : 1 + 5 * dim], 1, (5, dim))
     expected = (q * factors.to(dtype)[:, None]).clone()
     beside = rows[:, 1 + 5 * dim :].clone()
     scale_by_position_(q, positions[0], beta, original)

@@ -335,7 +335,7 @@ SHORT = Record(
         "qwen2-moe": tiny("qwen2_moe", 3, (6, 3), hidden=96, vocab=777, layers=3, **experts(7, 3, 80))
         | {"config": {"mlp_only_layers": [1]}},
         "phi3": tiny("phi3", 4, (6, 3), hidden=96, inter=240, vocab=777, layers=3),
-        "smollm3": tiny("smollm3", 5, (8, 2), hidden=112, inter=200, vocab=777, layers=4),
+        "smollm3": tiny("smollm3", 5, (7, 1), hidden=112, inter=200, vocab=777, layers=4),
     },
     new_tokens=24,
     # Around the windows of 20 and 31 tokens, with and without the new tokens.

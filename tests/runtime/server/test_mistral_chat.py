@@ -1,9 +1,10 @@
-"""Chats of Mistral's models, whose marks are special tokens, and of Phi-4-mini and SmolLM3, through the official client.
+"""Chats of Mistral's models, whose marks are special tokens, and of Phi-4-mini and SmolLM3.
 
 The chat templates have the form of those of Ministral 3, Mistral Small 3.2 and Mistral Small 3.1.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,23 @@ from tilerank.runtime.server.chat.tools.objects import PhiFormat
 SPECIAL = ["<s>", "</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 SPECIAL += MistralFormat.MARKS
 TURNS = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
-{%- elif m.role == 'tool' %}[TOOL_RESULTS]RESULT[/TOOL_RESULTS]
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]@RESULT[/TOOL_RESULTS]
 {%- elif m.role == 'assistant' %}
 {%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
 {%- if part.type == 'text' %}{{ part.text }}{% elif part.type == 'thinking' %}[THINK]{{ part.thinking }}[/THINK]
 {%- else %}{{ raise_exception('Only text and thinking') }}{% endif %}{% endfor %}{% endif %}
-{%- for call in m.tool_calls %}CALL{% endfor %}{{ eos_token }}
+{%- for call in m.tool_calls %}@CALL{% endfor %}{{ eos_token }}
 {%- else %}{{ raise_exception('Only user, assistant and tool roles are supported, got ' + m.role + '.') }}{% endif %}
 {%- endfor %}{% if tools %}{{ tools | length }} tools{% endif %}"""
 NINE = "{% if call.id | length != 9 %}{{ raise_exception('ids of nine') }}{% endif %}"
-NEW = TURNS.replace("CALL", "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}")
-NEW = NEW.replace("RESULT", "{{ m.content }}")
+NEW = TURNS.replace("@CALL", "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}")
+NEW = NEW.replace("@RESULT", "{{ m.content }}")
 IDS = TURNS.replace(
-    "CALL", NINE + "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}"
-).replace("RESULT", "{{ m.tool_call_id }}:{{ m.content }}")
-LIST = TURNS.replace("CALL", NINE + "[TOOL_CALLS] [{{ call.function | tojson }}]").replace(
-    "RESULT", "{{ m.tool_call_id }}:{{ m.content }}"
+    "@CALL",
+    NINE + "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}",
+).replace("@RESULT", "{{ m.tool_call_id }}:{{ m.content }}")
+LIST = TURNS.replace("@CALL", NINE + "[TOOL_CALLS] [{{ call.function | tojson }}]").replace(
+    "@RESULT", "{{ m.tool_call_id }}:{{ m.content }}"
 )
 CITY = '{"city": "Köln", "days": [1, 2]}'
 ROME = {"city": "Rome"}
@@ -54,7 +56,7 @@ each_template = pytest.mark.parametrize("template", WRITTEN, ids=["new", "ids", 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("mistral")
+    directory = Path(shutil.copytree(DEMO_VL, tmp_path_factory.mktemp("mistral") / "model"))
     inner = tokenizers.Tokenizer.from_file(str(DEMO_VL / "tokenizer.json"))
     described = json.loads(inner.to_str())
     described["added_tokens"] = [one for one in described["added_tokens"] if "think" not in one["content"]]
@@ -65,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_tool_calls_of_mistral_and_phi(sizes: list[int]) -> None:
     """Every format of Mistral is read, whichever the template shows."""
@@ -154,7 +156,9 @@ def test_tools_reach_the_variable_of_smollm3(model: Path) -> None:
 
 
 def test_phi_gets_tools_in_its_system_prompt(model: Path) -> None:
-    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tools %}<|tool|>{% endif %}<|end|>{% endfor %}"
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tools %}<|tool|>{% endif %}<|end|>{% endfor %}"
+    )
 
     async def ask(server: Server) -> None:
         await server.ask("Hello", tools=TOOLS)
@@ -162,4 +166,3 @@ def test_phi_gets_tools_in_its_system_prompt(model: Path) -> None:
         assert server.prompt == f"<|system|>\n\n<|tool|>{tools}<|/tool|><|end|><|user|>Who?<|end|>"
 
     run(model, template, ask)
-

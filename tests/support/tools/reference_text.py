@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 @torch.inference_mode()
 def reference(model_dir: Path, new_tokens: int, job: dict[str, Any]) -> dict[str, torch.Tensor]:
     answer = {}
+    of_text = type(AutoConfig.from_pretrained(model_dir)) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
     for dtype in (torch.float32, torch.bfloat16):
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+        model: Any = auto.from_pretrained(model_dir, dtype=dtype)
         model.eval()
         model.generation_config.eos_token_id = None
         for i, prompt in enumerate(job["prompts"]):

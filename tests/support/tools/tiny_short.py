@@ -4,7 +4,7 @@ from tiny_weights import split_experts
 
 __all__ = ["fam_mistral", "fam_mistral3", "fam_phi3", "fam_qwen2_moe", "fam_smollm3"]
 
-def ids(t): return dict(bos_token_id=t.token_to_id("<|endoftext|>"), eos_token_id=t.token_to_id("<|im_end|>"))
+def ids(t): return {f"{key}_token_id": t.token_to_id(f"<|{name}|>") for key, name in (("bos", "endoftext"), ("eos", "im_end"), ("pad", "endoftext"))}
 
 def released(d, cls, model_type, *, without=(), tied=False, **fields):
     """What make_tiny.py builds a checkpoint from, with the fields of the file of Llama that `without` does not name."""

@@ -8,10 +8,10 @@ from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.parallel.sharding import Sharding
 
+from ..media.missing import MISSING
 from .attention import SelfAttention, Temperature
 from .decoder import Decoder, DecoderNames
 from .gated_mlp import dense_mlps
-from .missing import MISSING
 from .text_config import read_text_config, read_window
 
 _BESIDE_VISION = DecoderNames(

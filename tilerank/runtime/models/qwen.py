@@ -1,7 +1,7 @@
 """Qwen2, Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388), dense.
 
-Qwen2 has biases on q, k and v, unless `qkv_bias` of config.json says otherwise. Qwen3 has biases only with `attention_bias`, and
-normalises every query and key head before the rotation.
+Qwen2 has biases on q, k and v, unless `qkv_bias` of config.json says otherwise. Qwen3 has biases only with
+`attention_bias`, and normalises every query and key head before the rotation.
 """
 
 from collections.abc import Callable

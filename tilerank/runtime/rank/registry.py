@@ -14,8 +14,8 @@ from tilerank.parallel.sharding import Sharding
 
 from .. import models
 from ..media.family import NO_OPTIONS, FamilyOptions
+from ..media.missing import MISSING
 from ..media.registry import with_options
-from ..models.missing import MISSING
 from ..step.model import Model
 
 Builder = Callable[[ModelCard, Sharding], Model]
