@@ -125,7 +125,7 @@ def _become(request: dict[str, Any], output: int, passed: list[int], run: Callab
     """Turn this process into the rank.
 
     At the end, exit handlers run, but torch's modules are not torn down, which would take longer than most tests. Ranks
-    that are started by exec end in full (mpirun in tests/parallel/test_hosts.py, all tests of the command).
+    that are started by exec end in full (mpirun in tests/parallel/test_hosts.py).
     """
     os.dup2(output, 1)
     os.dup2(output, 2)

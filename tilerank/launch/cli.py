@@ -14,7 +14,7 @@ from typing import TextIO
 
 from .commands.doctor import own_version
 from .errors import USER_ERRORS
-from .logs import never_block, say
+from .logs import drain, never_block, say
 from .options.arguments import Parser, parse, with_config
 from .options.hub import find_model
 
@@ -30,12 +30,18 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's, whose stderr then never blocks) and return its exit
-    status."""
+    """Run the command line `argv` and return its exit status. By default it is this process's: stderr then never
+    blocks, and success ends the process at once."""
     _occupy_standard_streams()
-    if argv is None:
-        never_block()
-    return _run(sys.argv[1:] if argv is None else list(argv))
+    if argv is not None:
+        return _run(list(argv))
+    never_block()
+    status = _run(sys.argv[1:])
+    if status == 0:
+        # Everything is written. The interpreter would now take the modules of torch apart, for about a second.
+        drain()
+        os._exit(0)
+    return status
 
 
 def _run(argv: list[str]) -> int:

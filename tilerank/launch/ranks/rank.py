@@ -5,6 +5,7 @@ The order matters: memory that is allocated before the binding stays where it is
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import select
@@ -117,12 +118,15 @@ def _run(identity: Identity, args: argparse.Namespace, job: Job[W], status: Stat
     os.environ.pop("TILERANK_SECRET", None)  # the processes that this one starts do not need it
     _reach(status, "joining")
 
+    gc.disable()  # it would go through the objects of torch's modules, more with every module that is imported
     import torch
 
     from tilerank.kernels import core
     from tilerank.parallel.join import join
     from tilerank.parallel.rendezvous import Membership
 
+    gc.freeze()  # they stay, so that it need not visit them later either
+    gc.enable()
     torch.set_num_threads(1)
     if identity.local_rank == 0:
         # Checked before any rank loads: all ranks wait in join() for this one. `here` assumes that a launcher fills one
