@@ -1,5 +1,6 @@
 """Fixtures of the kernel tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -16,9 +17,16 @@ def pytest_configure() -> None:
     """Fail if the core under test is not the build that PYTHONPATH names (`make test-sanitize`)."""
     # A shell starts jobs in the background with SIGINT ignored, and so would the commands that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if Path(folder, "tilerank").exists():
             assert Path(core.__file__).is_relative_to(folder), f"expected tilerank of {folder}, found {core.__file__}"
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what was imported and collected: torch, transformers and all tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -147,6 +147,8 @@ def _become(request: dict[str, Any], output: int, passed: list[int], run: Callab
 
 
 if __name__ == "__main__":
+    gc.disable()  # while so much is imported that stays
+
     import torch
     from ranks import main
 
@@ -157,5 +159,6 @@ if __name__ == "__main__":
     registry._builders()
     torch.set_num_threads(1)
     gc.freeze()  # the ranks' collectors then leave these objects alone, so that their pages stay shared
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run handles it and ends this process
     _serve(socket.socket(fileno=int(sys.argv[1])), main)
