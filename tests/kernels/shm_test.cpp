@@ -135,7 +135,8 @@ void norms(const Rank& self, int round) {
       for (int rank = 0; rank < self.segment.ranks; ++rank) total[i] += value(rank, i, round + 5 * time);
     }
     self.call("shm_add_rms_norm",
-              {matrix_of(x, rows, width), matrix_of(residual, rows, width), vector_of(weight, DType::f32), Tensor{}},
+              {matrix_of(x, rows, width), matrix_of(residual, rows, width), vector_of(weight, DType::f32), Tensor{},
+               Tensor{}},
               {matrix_of(out, rows, width)}, {0, 0}, 1e-5);
     for (int64_t row = 0; row < rows; ++row) {
       double squares = 0;

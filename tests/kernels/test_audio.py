@@ -11,7 +11,7 @@ from tilerank.kernels.convolution import Snake, convolve_, convolve_channels, ta
 from tilerank.kernels.errors import KernelError
 from tilerank.kernels.weight_formats.floats import FloatWeight
 from tilerank.kernels.weight_formats.int8 import Int8
-from tilerank.runtime.models.audio import mel_filters
+from tilerank.runtime.models.towers.audio import mel_filters
 
 pytestmark = pytest.mark.usefixtures("rung")
 

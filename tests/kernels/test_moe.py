@@ -17,8 +17,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
 from tilerank.kernels.linear import linear
-from tilerank.kernels.moe import moe, sigmoid_top_k, softmax_top_k
-from tilerank.kernels.ops import silu_mul
+from tilerank.kernels.moe import ExpertActivation, moe, sigmoid_top_k, softmax_top_k
+from tilerank.kernels.ops import gelu_tanh_mul, silu_mul
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats.floats import Float, FloatWeight
 from tilerank.parallel.experts import ExpertsBias
@@ -29,6 +29,7 @@ EXPERTS: Callable[[Qwen3MoeConfig], Any] = Qwen3MoeExperts
 CLAMPED: Callable[[GptOssConfig], Any] = GptOssExperts
 ROUTER: Callable[[SimpleNamespace], Any] = Qwen3MoeTopKRouter
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+GATED = {"silu_mul": silu_mul, "gelu_tanh_mul": gelu_tanh_mul}
 
 
 def packed(plain: Tensor) -> FloatWeight:
@@ -43,6 +44,7 @@ class Experts:
 
     def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype) -> None:
         self.count, self.hidden, self.width = experts, hidden, width
+        self.activation: ExpertActivation = "silu_mul"
         self.plain_gate_up = (randn(experts, 2 * width, hidden) * 1.5 * hidden**-0.5).to(dtype)
         self.plain_down = (randn(experts, hidden, width, seed=1) * 1.5 * width**-0.5).to(dtype)
         self.gate_up = PackedExperts.empty(experts, width, hidden, Float(dtype), parts=2)
@@ -56,7 +58,7 @@ class Experts:
             self.down.write(self.plain_down[expert, :, 1:], expert, col=1)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return moe(x, self.gate_up, self.down, ids, weights)
+        return moe(x, self.gate_up, self.down, ids, weights, activation=self.activation)
 
     def unfused(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute the same with the separate kernels."""
@@ -64,7 +66,7 @@ class Experts:
         for expert in torch.unique(ids).tolist():
             tokens, choices = torch.where(ids == expert)
             gate, up = (linear(x[tokens], packed(rows)) for rows in self.plain_gate_up[expert].chunk(2))
-            middle = silu_mul(torch.cat([gate, up], dim=-1))
+            middle = GATED[self.activation](torch.cat([gate, up], dim=-1))
             outputs[tokens, choices] = linear(middle, packed(self.plain_down[expert]), out_dtype=F32)
         total = torch.zeros(x.shape)
         for choice in range(ids.shape[1]):
@@ -87,6 +89,7 @@ def test_experts_equal_the_separate_kernels(
     experts = Experts(7, hidden, width, dtype)
     for m, top_k in ((1, 1), (1, 7), (3, 2), (17, 3), (70, 2)):
         x, ids, weights = experts.routed(m, top_k, dtype)
+        experts.activation = "gelu_tanh_mul" if m in (3, 17) else "silu_mul"
         inside_nan = torch.full((m + 1, hidden + 9), float("nan"), dtype=dtype)
         inside_nan[:m, 4 : 4 + hidden] = x
         found = experts(inside_nan[:m, 4 : 4 + hidden], ids, weights)
@@ -247,6 +250,9 @@ def test_softmax_routing_equals_that_of_transformers(
     assert (found - weights.float()).abs().max() <= (2e-7 if dtype is F32 else 2.0**-9)
     alone = torch.cat([softmax_top_k(row[None], top_k, renormalize=renormalize)[1] for row in logits])
     assert torch.equal(alone, found)
+    scales = torch.arange(experts) + 0.5
+    scaled_ids, scaled = softmax_top_k(logits, top_k, renormalize=renormalize, scales=scales)
+    assert torch.equal(scaled_ids, found_ids) and torch.equal(scaled, found * scales[found_ids.long()])
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -337,7 +343,10 @@ def test_nan_logits_give_valid_experts(rung: str) -> None:
         ({"gate_up": (3, 6, 8, 1)}, "after 2 parts of gate_up"),
         ({"gate_up_bias": torch.zeros(3, 12)}, r"moe: gate_up_bias: expected shape \[3, 64\], found \[3, 12\]"),
         ({"down_bias": torch.zeros(3, 32, dtype=BF16)}, "moe: down_bias: expected dtype float32"),
-        ({"activation": "gelu"}, "moe: activation: expected one of silu_mul, swiglu_clamped, found 'gelu'"),
+        (
+            {"activation": "gelu"},
+            "moe: activation: expected one of silu_mul, swiglu_clamped, gelu_tanh_mul, found 'gelu'",
+        ),
     ],
 )
 def test_wrong_arguments_of_experts(rung: str, changes: dict[str, Any], message: str) -> None:

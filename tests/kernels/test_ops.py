@@ -88,6 +88,13 @@ def test_add_rms_norm_adds_in_place_then_norms(dtype: torch.dtype, zero_centered
     found = ops.add_rms_norm(x, residual, weight, 1e-6, post_weight=post_weight, zero_centered=zero_centered)
     assert torch.equal(residual, total)
     assert torch.equal(found, ops.rms_norm(total, weight, 1e-6, zero_centered=zero_centered))
+    scale = randn(1, dtype=dtype, seed=4)
+    for norm in (None, post_weight):
+        total = (total + (x if norm is None else ops.rms_norm(x, norm, 1e-6, zero_centered=zero_centered))) * scale
+        options = {"post_weight": norm, "scale": scale}
+        found = ops.add_rms_norm(x, residual, weight, 1e-6, **options, zero_centered=zero_centered)
+        assert torch.equal(residual, total)
+    assert torch.equal(found, ops.rms_norm(total, weight, 1e-6, zero_centered=zero_centered))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

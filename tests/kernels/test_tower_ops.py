@@ -1,4 +1,4 @@
-"""The row kernels of towers on every rung, against float64 arithmetic and against torch's modules."""
+"""The row kernels of towers and of Gemma on every rung, against float64 arithmetic and against torch's modules."""
 
 from collections.abc import Callable
 
@@ -221,3 +221,31 @@ def test_tanh_gate_hides_rows_and_scales_the_rest(dtype: torch.dtype, d: int) ->
 def test_tanh_gate_names_a_wrong_argument() -> None:
     with pytest.raises(KernelError, match=r"tanh_gate_: shown: expected shape \[2\], found \[3\]"):
         tower_ops.tanh_gate_(randn(2, 8), randn(1), torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mul_rounds_once(rung: str, dtype: torch.dtype) -> None:
+    x, y = randn(5, 520, dtype=dtype)[:, :517], randn(5, 530, dtype=dtype, seed=1)[:, 2:519]
+    wanted = x * y
+    ops.mul_(x, y)
+    assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("d", "half", "distance"), [(128, 16, 64), (40, 5, 20), (24, 4, 20), (24, 12, 12)])
+def test_pairs_of_any_distance_are_rotated(rung: str, dtype: torch.dtype, d: int, half: int, distance: int) -> None:
+    """As the rotation of the first dims of heads whose pairs are brought together; k may have no heads."""
+    firsts = [*range(half), *range(distance, distance + half)]
+    order = torch.tensor(firsts + [i for i in range(d) if i not in firsts])
+    q, weight, angles = randn(6, 5, d, dtype=dtype), randn(d, dtype=dtype, seed=1), randn(6, half, seed=2)
+    rows = torch.stack([angles.cos(), angles.sin()], 1).to(dtype)
+    wanted = ops.rms_norm(q, weight, 1e-5)[..., order]
+    ops.rotary_(wanted, wanted[:, :0], rows)
+    ops.norm_rotary_(q, q[:, :0], weight, weight, 1e-5, rows, distance=distance)
+    assert torch.equal(q[..., order], wanted)
+
+
+def test_a_distance_beyond_the_head_is_refused() -> None:
+    q, weight, rows = torch.zeros(4, 2, 24), torch.zeros(24), torch.zeros(4, 2, 4)
+    with pytest.raises(KernelError, match=r"^norm_rotary_: distance: expected 4 to 20, found 21$"):
+        ops.norm_rotary_(q, q, weight, weight, 1e-5, rows, distance=21)

@@ -17,21 +17,24 @@ from .weight import TILE_ROWS, WORK_QUEUE_BYTES
 from .weight_formats import LAYOUTS
 
 _SOFTMAX_TOP_K = Contract(
-    "softmax_top_k: logits[m, experts]:f32|bf16 top_k:size renormalize:bool -> ids[m, top_k]:i32 weights[m, top_k]:f32",
+    "softmax_top_k: logits[m, experts]:f32|bf16 top_k:size renormalize:bool scales[experts]?:f32 -> "
+    "ids[m, top_k]:i32 weights[m, top_k]:f32",
     reference.softmax_top_k,
 )
 
 
-def softmax_top_k(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+def softmax_top_k(
+    logits: Tensor, top_k: int, *, renormalize: bool, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the `top_k` most probable experts of every token (the Qwen MoE router).
 
     logits: [m, experts] float32 or bfloat16. Returns ids [m, top_k] int32, most probable first, the lower id first of
     equals, and weights [m, top_k] float32: the softmax over all experts in fp32, divided by the sum of the chosen ones
-    if `renormalize`, rounded to logits.dtype.
+    if `renormalize`, rounded to logits.dtype. scales: [experts] float32, factors of each expert's weights (Gemma 4).
     """
     _SOFTMAX_TOP_K.check(logits)
     _check_top_k("softmax_top_k", top_k, logits.shape[1])
-    ids, weights = _SOFTMAX_TOP_K.run(logits, top_k, renormalize)
+    ids, weights = _SOFTMAX_TOP_K.run(logits, top_k, renormalize, scales)
     return ids, weights
 
 
@@ -72,9 +75,9 @@ def _check_top_k(kernel: str, top_k: int, experts: int) -> None:
         raise KernelError(f"{kernel}: top_k: expected 1 to {experts} experts, found {top_k}")
 
 
-ExpertActivation = Literal["silu_mul", "swiglu_clamped"]
+ExpertActivation = Literal["silu_mul", "swiglu_clamped", "gelu_tanh_mul"]
 
-_ACTIVATIONS: dict[str, int] = {"silu_mul": 0, "swiglu_clamped": 1}
+_ACTIVATIONS: dict[str, int] = {"silu_mul": 0, "swiglu_clamped": 1, "gelu_tanh_mul": 2}
 """Numbers of the enum in csrc/moe/experts-inl.h."""
 
 _MOE = {
@@ -109,7 +112,8 @@ def moe(
     gate_up_bias, down_bias: float32 [experts, biases], padded to whole blocks of 32, those of gate and up in turn
     (`parallel.experts.ExpertsBias`); biases of gate and up are added before the activation.
     activation: "silu_mul", h = silu(gate) * up; or "swiglu_clamped" of gpt-oss, h = (u + 1) * g * sigmoid(1.702 * g)
-    with g = min(gate, 7) and u = up clamped to [-7, 7].
+    with g = min(gate, 7) and u = up clamped to [-7, 7]; or "gelu_tanh_mul" of Gemma 4, with the tanh approximation of
+    gelu in place of silu.
     Returns [m, hidden] in x.dtype.
     With float weights gate, up, silu and their product are rounded as in `linear` and `ops.silu_mul`. With quantised
     weights they stay in fp32 until the down projection rounds or quantises its inputs. The experts' outputs are fp32;

@@ -27,8 +27,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
 
 
 ADD_RMS_NORM = Contract(
-    "add_rms_norm: x[m, d]:f32|bf16 residual[m, d]:x weight[d]:x eps:float post_weight[d]?:x zero_centered:bool "
-    "-> apart out[m, d]:x",
+    "add_rms_norm: x[m, d]:f32|bf16 residual[m, d]:x weight[d]:x eps:float post_weight[d]?:x scale[1]?:x "
+    "zero_centered:bool -> apart out[m, d]:x",
     reference.add_rms_norm,
 )
 
@@ -40,14 +40,16 @@ def add_rms_norm(
     eps: float,
     *,
     post_weight: Tensor | None = None,
+    scale: Tensor | None = None,
     zero_centered: bool = False,
 ) -> Tensor:
     """Add x to residual in place, rounded to its dtype, and return rms_norm(residual).
 
-    With `post_weight` (Gemma), rms_norm(x) by that weight is added, rounded before. x, residual: [m, d] of one dtype;
-    weight, post_weight: [d]. Returns [m, d] with contiguous rows (`core.empty_rows`).
+    With `post_weight` (Gemma), rms_norm(x) by that weight is added, rounded before. With `scale` (Gemma 4), the sum is
+    multiplied by it, rounded again. x, residual: [m, d] of one dtype; weight, post_weight: [d]; scale: [1]. Returns
+    [m, d] with contiguous rows (`core.empty_rows`).
     """
-    return ADD_RMS_NORM(x, residual, weight, eps, post_weight, zero_centered)
+    return ADD_RMS_NORM(x, residual, weight, eps, post_weight, scale, zero_centered)
 
 
 _ROPE_ROWS = Contract(
@@ -83,7 +85,7 @@ def rotary_(q: Tensor, k: Tensor, rows: Tensor, *, neighbours: bool = False) -> 
 
 _NORM_ROTARY = Contract(
     "norm_rotary_: q[t, hq, d]:f32|bf16 k[t, hk, d]:q q_weight[d]:q k_weight[d]:q eps:float rows[t, 2, h]:q "
-    "zero_centered:bool",
+    "distance:int zero_centered:bool",
     reference.norm_rotary_,
 )
 
@@ -96,15 +98,22 @@ def norm_rotary_(
     eps: float,
     rows: Tensor,
     *,
+    distance: int | None = None,
     zero_centered: bool = False,
 ) -> None:
     """`rms_norm` of every head of q and k, then `rotary_`, in place and with the roundings of both.
 
     q_weight, k_weight: [d], of the dtype of q and k; the other arguments are those of `rms_norm` and `rotary_`.
+    distance: the pairs are (i, i + distance) for i < r / 2, with distance from r / 2, the default, to d - r / 2 (Gemma
+    4 rotates the first dims of each half of a head).
     """
-    _NORM_ROTARY.check(q, k, q_weight, k_weight, eps, rows, zero_centered)
+    half = rows.shape[-1]
+    distance = half if distance is None else distance
+    _NORM_ROTARY.check(q, k, q_weight, k_weight, eps, rows, distance, zero_centered)
     _check_frequencies("norm_rotary_", q, rows)
-    _NORM_ROTARY.run(q, k, q_weight, k_weight, eps, rows, zero_centered)
+    if not half <= distance <= q.shape[2] - half:
+        raise KernelError(f"norm_rotary_: distance: expected {half} to {q.shape[2] - half}, found {distance}")
+    _NORM_ROTARY.run(q, k, q_weight, k_weight, eps, rows, distance, zero_centered)
 
 
 def _check_frequencies(name: str, q: Tensor, rows: Tensor) -> None:
@@ -198,6 +207,14 @@ def scale_(x: Tensor, factor: float) -> None:
     _SCALE.run(x, factor)
 
 
+_MUL = Contract("mul_: x[m, d]:f32|bf16 y[m, d]:x", reference.mul_)
+
+
+def mul_(x: Tensor, y: Tensor) -> None:
+    """Multiply x[m, d] by y[m, d] in place, element by element, in fp32 and rounded to their dtype."""
+    _MUL.run(x, y)
+
+
 _ADD = Contract("add: x[..., d]:f32|bf16 y[..., d]:x -> out[..., d]:x", reference.add)
 
 
@@ -282,6 +299,16 @@ def edit_logits_(
     row are excluded as well, unless no other token would remain.
     """
     _EDIT_LOGITS.run(logits, starts, ids, numbers, mask_of, masks, banned_starts, banned)
+
+
+_SOFT_CAP = Contract("soft_cap_: logits[m, v]:f32 cap:float", reference.soft_cap_)
+
+
+def soft_cap_(logits: Tensor, cap: float) -> None:
+    """Replace logits[m, v] by cap * tanh(logits / cap), in place. cap: above 0."""
+    if not cap > 0:
+        raise KernelError(f"soft_cap_: cap: expected a number above 0, found {cap}")
+    _SOFT_CAP.run(logits, cap)
 
 
 _SAMPLE = Contract(

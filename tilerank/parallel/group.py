@@ -48,6 +48,7 @@ class Group(ABC):
         eps: float,
         *,
         post_weight: Tensor | None = None,
+        scale: Tensor | None = None,
         zero_centered: bool = False,
         whole: bool = False,
     ) -> Tensor:
@@ -58,7 +59,9 @@ class Group(ABC):
         rows.
         """
         total = self.all_reduce(x)
-        return ops.add_rms_norm(total, residual, weight, eps, post_weight=post_weight, zero_centered=zero_centered)
+        return ops.add_rms_norm(
+            total, residual, weight, eps, post_weight=post_weight, scale=scale, zero_centered=zero_centered
+        )
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:

@@ -212,15 +212,19 @@ class Sharding:
         eps: float,
         *,
         post_weight: Tensor | None = None,
+        scale: Tensor | None = None,
         zero_centered: bool = False,
         whole: bool = False,
+        summed: bool = False,
     ) -> Tensor:
         """Apply ops.add_rms_norm to the sum of `x` over the ranks; group.py describes which rows of `residual` are
-        updated on this rank."""
-        if self.size == 1:
-            return ops.add_rms_norm(x, residual, weight, eps, post_weight=post_weight, zero_centered=zero_centered)
+        updated on this rank. summed: `x` is this sum already; then all rows are updated."""
+        if self.size == 1 or summed:
+            return ops.add_rms_norm(
+                x, residual, weight, eps, post_weight=post_weight, scale=scale, zero_centered=zero_centered
+            )
         return self._group.add_rms_norm(
-            x, residual, weight, eps, post_weight=post_weight, zero_centered=zero_centered, whole=whole
+            x, residual, weight, eps, post_weight=post_weight, scale=scale, zero_centered=zero_centered, whole=whole
         )
 
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:

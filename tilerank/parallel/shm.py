@@ -37,8 +37,8 @@ SPIN_PAUSES = 4000  # about 100 us
 _MEMBER = "segment rank:int pauses:int timeout_ms:int"  # the last arguments of all
 _ALL_REDUCE = Contract(f"shm_all_reduce: x[n]:f32|bf16 {_MEMBER}")
 _ADD_RMS_NORM = Contract(
-    "shm_add_rms_norm: x[m, d]:f32|bf16 residual[m, d]:x weight[d]:x eps:float post_weight[d]?:x zero_centered:bool "
-    f"whole:bool {_MEMBER} -> apart out[m, d]:x"
+    "shm_add_rms_norm: x[m, d]:f32|bf16 residual[m, d]:x weight[d]:x eps:float post_weight[d]?:x scale[1]?:x "
+    f"zero_centered:bool whole:bool {_MEMBER} -> apart out[m, d]:x"
 )
 _ALL_GATHER = Contract(f"shm_all_gather: x[n]:u8 ranks:size {_MEMBER} -> out[ranks, n]:u8")
 _GATHER_COLUMNS = Contract(f"shm_gather_columns: x[m, w]:f32 starts[_]:i64 n:size {_MEMBER} -> out[m, n]:f32")
@@ -122,13 +122,17 @@ class ShmGroup(RecordableGroup):
         eps: float,
         *,
         post_weight: Tensor | None = None,
+        scale: Tensor | None = None,
         zero_centered: bool = False,
         whole: bool = False,
     ) -> Tensor:
-        ADD_RMS_NORM.check(x, residual, weight, eps, post_weight)
+        ADD_RMS_NORM.check(x, residual, weight, eps, post_weight, scale)
         if not (x.stride(1) == 1 and residual.is_contiguous() and x.shape[1] * x.element_size() <= self._slot):
-            return super().add_rms_norm(x, residual, weight, eps, post_weight=post_weight, zero_centered=zero_centered)
-        return self._run("all_reduce", _ADD_RMS_NORM, x, residual, weight, eps, post_weight, zero_centered, whole)[0]
+            return super().add_rms_norm(
+                x, residual, weight, eps, post_weight=post_weight, scale=scale, zero_centered=zero_centered
+            )
+        norms = eps, post_weight, scale, zero_centered
+        return self._run("all_reduce", _ADD_RMS_NORM, x, residual, weight, *norms, whole)[0]
 
     def all_gather(self, x: Tensor) -> Tensor:
         (out,) = self._run("all_gather", _ALL_GATHER, as_bytes(x), self.size)

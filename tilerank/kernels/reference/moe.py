@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..errors import KernelError
 from ..packed_experts import PackedExperts
 from ..weight import BLOCK_N
-from .ops import by_row, silu_mul
+from .ops import by_row, gelu_tanh_mul, silu_mul
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of gpt-oss
 
 
-def softmax_top_k(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Route as Qwen3MoeTopKRouter of transformers."""
+def softmax_top_k(
+    logits: Tensor, top_k: int, *, renormalize: bool, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Route as Qwen3MoeTopKRouter of transformers, or, with scales, as Gemma4TextRouter."""
     probabilities = torch.softmax(logits.float(), dim=-1)
     ids = _top_k(probabilities, top_k)
     weights = probabilities.gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return ids.int(), weights.to(logits.dtype).float()
+    weights = weights.to(logits.dtype).float()
+    return ids.int(), weights if scales is None else weights * scales[ids]
 
 
 def sigmoid_top_k(
@@ -66,7 +71,7 @@ def moe(
             turns = gate_up_bias[expert].view(-1, 2, BLOCK_N)
             projected += torch.cat([turns[:, part].flatten()[: gate_up.n] for part in (0, 1)])
         projected = projected if gate_up.weight.format.is_quantised else projected.to(x.dtype)
-        product = down.part(expert).product((silu_mul if activation == "silu_mul" else swiglu_clamped)(projected))
+        product = down.part(expert).product(_GATES[activation](projected))
         outputs[tokens, choices] = product if down_bias is None else product + down_bias[expert, : down.n]
     total = torch.zeros(x.shape)
     for choice in range(ids.shape[1]):
@@ -79,3 +84,10 @@ def swiglu_clamped(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     g, u = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
     return ((u + 1) * g * by_row(_ALPHA * g, torch.sigmoid)).to(gate_up.dtype)
+
+
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu_mul": silu_mul,
+    "swiglu_clamped": swiglu_clamped,
+    "gelu_tanh_mul": gelu_tanh_mul,
+}

@@ -53,10 +53,13 @@ def add_rms_norm(
     eps: float,
     *,
     post_weight: Tensor | None = None,
+    scale: Tensor | None = None,
     zero_centered: bool = False,
 ) -> Tensor:
-    """Add x, or its norm, to residual in place and return rms_norm(residual)."""
+    """Add x, or its norm, to residual in place, scale it, and return rms_norm(residual)."""
     residual += x if post_weight is None else rms_norm(x, post_weight, eps, zero_centered=zero_centered)
+    if scale is not None:
+        residual *= scale
     return rms_norm(residual, weight, eps, zero_centered=zero_centered)
 
 
@@ -90,12 +93,18 @@ def norm_rotary_(
     eps: float,
     rows: Tensor,
     *,
+    distance: int | None = None,
     zero_centered: bool = False,
 ) -> None:
-    """rms_norm of every head, then rotary_, in place."""
+    """rms_norm of every head, then rotary_ of the dimensions that form pairs, in place."""
     for heads, weight in ((q, q_weight), (k, k_weight)):
         heads.copy_(rms_norm(heads, weight, eps, zero_centered=zero_centered))
-    rotary_(q, k, rows)
+    half = rows.shape[2]
+    firsts = torch.arange(half)
+    paired = torch.cat([firsts, firsts + (half if distance is None else distance)])
+    q_pairs, k_pairs = q[..., paired], k[..., paired]
+    rotary_(q_pairs, k_pairs, rows)
+    q[..., paired], k[..., paired] = q_pairs, k_pairs
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -154,6 +163,11 @@ def add_rows_(x: Tensor, rows: Tensor, values: Tensor) -> None:
 def scale_(x: Tensor, factor: float) -> None:
     """x *= factor"""
     x *= factor
+
+
+def mul_(x: Tensor, y: Tensor) -> None:
+    """x *= y"""
+    x *= y
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -229,6 +243,11 @@ def edit_logits_(
         values[tokens] = -torch.inf
         if (values == -torch.inf).all():
             values[tokens] = kept
+
+
+def soft_cap_(logits: Tensor, cap: float) -> None:
+    """logits = cap * tanh(logits / cap)"""
+    logits.copy_(cap * torch.tanh(logits / cap))
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
-// Constants, exp2, tanh and the scratch memory of attention in vectors (included by attention_vector_task-inl.h; no
+// Constants, exp2 and the scratch memory of attention in vectors (included by attention_vector_task-inl.h; no
 // include guard).
+#include "simd/activations-inl.h"
+
 namespace tilerank::TR_RUNG {
 
 constexpr int64_t kChunk = 4 * kPageTokens;  // tokens between two updates of the running maximum
@@ -36,24 +38,6 @@ static inline Vec exp2(Vec x) {
 #else
   return scale_by_power(p, n);
 #endif
-}
-
-// tanh x within a few units in the last place, as x P(x^2) / Q(x^2) (the approximation of Eigen); NaN stays NaN.
-static inline Vec tanh(Vec x) {
-  x = min(set(7.90531111f), max(set(-7.90531111f), x));
-  const Vec y = x * x;
-  Vec p = set(-2.76076847742355e-16f);
-  p = fma(p, y, set(2.00018790482477e-13f));
-  p = fma(p, y, set(-8.60467152213735e-11f));
-  p = fma(p, y, set(5.12229709037114e-08f));
-  p = fma(p, y, set(1.48572235717979e-05f));
-  p = fma(p, y, set(6.37261928875436e-04f));
-  p = fma(p, y, set(4.89352455891786e-03f));
-  Vec q = set(1.19825839466702e-06f);
-  q = fma(q, y, set(1.18534705686654e-04f));
-  q = fma(q, y, set(2.26843463243900e-03f));
-  q = fma(q, y, set(4.89352518554385e-03f));
-  return x * p / q;
 }
 
 template <class T>

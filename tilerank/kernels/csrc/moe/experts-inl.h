@@ -1,10 +1,11 @@
 // The driver of the MoE kernels of all formats, compiled once per rung (no include guard):
 // out = sum over a token's experts of weight * (down(activation(gate(x), up(x))) + bias).
+#include "simd/activations-inl.h"
 
 namespace tilerank::TR_RUNG {
 
 // Numbered as in moe.py.
-enum class Gating : int64_t { silu, swiglu_clamped };
+enum class Gating : int64_t { silu, swiglu_clamped, gelu_tanh };
 
 // (u + 1) g sigmoid(1.702 g) with g = min(gate, 7) and u = up clamped to [-7, 7], of gpt-oss. NaN stays NaN.
 static inline Vec swiglu_clamped(Vec gate, Vec up) {
@@ -13,13 +14,20 @@ static inline Vec swiglu_clamped(Vec gate, Vec up) {
   return silu(set(kAlpha) * g) * set(1 / kAlpha) * (u + set(1.0f));
 }
 
+// The activation of gate times up. Those of silu and gelu_tanh are rounded to T, as the separate kernels round them; to
+// fp32 means not at all.
+template <class T>
+static inline Vec gated(Gating gating, Vec gate, Vec up) {
+  if (gating == Gating::swiglu_clamped) return swiglu_clamped(gate, up);
+  return round_to<T>(gating == Gating::silu ? silu(gate) : gelu_tanh(gate)) * up;
+}
+
 // What an expert makes of the sums of gate and up.
 struct Gate {
   Gating gating;
   const float* bias;  // [blocks][gate, up][32], or null
 
-  // silu(gate) * up, or swiglu_clamped. Gate, up and silu are rounded to T, as the separate kernels round them; to fp32
-  // means not at all.
+  // Gate and up are rounded to T before `gated`.
   template <class T>
   Vec32 apply(int64_t block, const Vec32& gates, const Vec32& ups) const {
     Vec32 values;
@@ -30,9 +38,7 @@ struct Gate {
         gate = gate + load(at);
         up = up + load(at + kBlockN);
       }
-      gate = round_to<T>(gate);
-      up = round_to<T>(up);
-      values[v] = gating == Gating::silu ? round_to<T>(silu(gate)) * up : swiglu_clamped(gate, up);
+      values[v] = gated<T>(gating, round_to<T>(gate), round_to<T>(up));
     }
     return values;
   }

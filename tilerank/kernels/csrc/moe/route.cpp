@@ -55,7 +55,9 @@ static void finish_weights(float* weights, int64_t n, float divisor, float scale
   });
 }
 
-TR_ENTRY(softmax_top_k, Team& team, const Tensor& logits, bool renormalize, const Tensor& ids, const Tensor& weights) {
+// scales: factors of the weights of each expert, or none
+TR_ENTRY(softmax_top_k, Team& team, const Tensor& logits, bool renormalize, const Tensor& scales, const Tensor& ids,
+         const Tensor& weights) {
   const int64_t experts = logits.size[1], top = ids.size[1];
   float* const p = static_cast<float*>(team.scratch(experts * sizeof(float)));
   const Range rows = team.share(logits.size[0]);
@@ -72,6 +74,9 @@ TR_ENTRY(softmax_top_k, Team& team, const Tensor& logits, bool renormalize, cons
         total += taken.value;
       }
       finish_weights<T>(weight, top, renormalize ? total : 1.0f, 1.0f);
+      for (int64_t choice = 0; scales && choice < top; ++choice) {
+        weight[choice] *= scales.as<const float>()[ids.row<int32_t>(row)[choice]];
+      }
     }
   });
 }

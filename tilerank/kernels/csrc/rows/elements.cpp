@@ -1,4 +1,4 @@
-// add, scale, sum_parts, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is
+// add, mul, scale, sum_parts, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is
 // said.
 #ifndef TR_RUNG
 #include "core/entry.h"
@@ -30,6 +30,18 @@ TR_ENTRY(add, Team& team, const Tensor& x, const Tensor& y, const Tensor& out) {
       const T* const b = y.as<T>() + row_offset(y, row) + column;
       T* const to = out.as<T>() + row * d + column;
       for_two(n, [&](int64_t i, auto two) { two.store(to + i, two.load(a + i) + two.load(b + i)); });
+    });
+  });
+}
+
+// x *= y
+TR_ENTRY(mul, Team& team, const Tensor& x, const Tensor& y) {
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
+      T* const to = x.as<T>() + row_offset(x, row) + column;
+      const T* const by = y.as<T>() + row_offset(y, row) + column;
+      for_two(n, [&](int64_t i, auto two) { two.store(to + i, two.load(to + i) * two.load(by + i)); });
     });
   });
 }

@@ -57,27 +57,35 @@ static inline void norm_row(const T* x, float squares, const T* weight, T* out, 
   });
 }
 
-// residual += x. Returns the sum of the squares of the result.
+// Returns the factor of a residual, `scale` or 1 without it.
 template <class T>
-static inline float add_row(const T* x, T* residual, int64_t d, const NextRow<T>& ahead = {}) {
+static inline Vec residual_factor(const T* scale) {
+  return set(scale ? to_float(*scale) : 1.0f);
+}
+
+// residual = (residual + x) * factor, where the sum is rounded to T. Returns the sum of the squares of the result.
+template <class T>
+static inline float add_row(const T* x, T* residual, int64_t d, Vec factor, const NextRow<T>& ahead = {}) {
   Squares squares;
   for_two(d, [&](int64_t i, auto two) {
     ahead.fetch(i);
-    squares.add(two.store(residual + i, two.load(residual + i) + two.load(x + i)));
+    squares.add(two.store(residual + i, round_to<T>(two.load(residual + i) + two.load(x + i)) * factor));
   });
   return squares.sum();
 }
 
-// residual += the norm of x by `weight`, rounded to T. Returns the sum of the squares of the result.
+// residual = (residual + the norm of x by `weight`) * factor, where the norm and the sum are rounded to T. Returns the
+// sum of the squares of the result.
 template <class T>
 static inline float add_normed_row(const T* x, const T* weight, T* residual, int64_t d, float eps, bool zero_centered,
-                                   const NextRow<T>& ahead = {}) {
+                                   Vec factor, const NextRow<T>& ahead = {}) {
   const Vec scale = norm_scale(set(sum_of_squares(x, d)), d, eps);
   Squares squares;
   for_two(d, [&](int64_t i, auto two) {
     ahead.fetch(i);
     const Two normed = norm_values<T>(two.load(x + i), scale, two.load(weight + i), zero_centered);
-    squares.add(two.store(residual + i, two.load(residual + i) + round_to<T>(normed)));
+    const Two sum = two.load(residual + i) + round_to<T>(normed);
+    squares.add(two.store(residual + i, round_to<T>(sum) * factor));
   });
   return squares.sum();
 }

@@ -1,5 +1,5 @@
 // rotary and rotary_float rotate pairs (i, i + half) or (2 i, 2 i + 1) of every head, in fp32, rounded once;
-// norm_rotary rotates the root-mean-square norm of every head.
+// norm_rotary rotates pairs (i, i + distance) of the root-mean-square norm of every head.
 #ifndef TR_RUNG
 #include "core/entry.h"
 #include "rows/rows.h"
@@ -33,8 +33,14 @@ template <class T>
 class Rotation {
  public:
   static size_t count(int64_t half) { return static_cast<size_t>(3 * half); }  // floats of memory
-  Rotation(const Tensor& rows, float* memory)
-      : half(rows.size[2]), rows_(rows), c_(memory), s_(memory + half), minus_s_(memory + 2 * half) {}
+  // distance: from the first to the second dimension of a pair
+  Rotation(const Tensor& rows, int64_t distance, float* memory)
+      : half(rows.size[2]),
+        distance(distance),
+        rows_(rows),
+        c_(memory),
+        s_(memory + half),
+        minus_s_(memory + 2 * half) {}
 
   void go_to(int64_t token) {
     if (token == token_) return;
@@ -44,18 +50,18 @@ class Rotation {
     widen_row(cos + rows_.stride[1], half, s_);
     for_lanes(half, [&](int64_t i, auto lanes) { lanes.store(minus_s_ + i, zero() - lanes.load(s_ + i)); });
   }
-  // values(lanes, i) returns the two vectors to rotate, those of the head that begin at i and half + i.
+  // values(lanes, i) returns the two vectors to rotate, those of the head that begin at i and distance + i.
   template <class H, class F>
   void rotate(H* head, const F& values) const {
     for_lanes(half, [&](int64_t i, auto lanes) {
       const auto [a, b] = values(lanes, i);
       const Vec c = lanes.load(c_ + i);
       const Two turned = {fma(a, c, b * lanes.load(minus_s_ + i)), fma(b, c, a * lanes.load(s_ + i))};
-      store_both(head + i, head + half + i, turned, lanes);
+      store_both(head + i, head + distance + i, turned, lanes);
     });
   }
 
-  const int64_t half;
+  const int64_t half, distance;
 
  private:
   const Tensor& rows_;
@@ -95,7 +101,7 @@ static void for_heads(const Tensor& q, const Tensor& k, Team& team, const F& f) 
 template <class T, class R>
 static void rotate_heads(const Tensor& q, const Tensor& k, const Tensor& rows, Team& team) {
   const int64_t d = q.size[2], half = rows.size[2];
-  Rotation<R> rotation(rows, static_cast<float*>(team.scratch(sizeof(float) * Rotation<R>::count(half))));
+  Rotation<R> rotation(rows, half, static_cast<float*>(team.scratch(sizeof(float) * Rotation<R>::count(half))));
   for_heads<T>(q, k, team, [&](const Head<T>* heads, int64_t n) {
     for (const auto* head = heads; head < heads + n; ++head) {
       head->fetch_next(d);
@@ -158,7 +164,7 @@ TR_ENTRY(rotary_float, Team& team, const Tensor& q, const Tensor& k, const Tenso
 }
 
 TR_ENTRY(norm_rotary, Team& team, const Tensor& q, const Tensor& k, const Tensor& q_weight, const Tensor& k_weight,
-         float eps, const Tensor& rows, bool zero_centered) {
+         float eps, const Tensor& rows, int64_t distance, bool zero_centered) {
   const int64_t d = q.size[2], half = rows.size[2];
   for_float(rows.dtype, [&](auto type) {
     using T = decltype(type);
@@ -166,7 +172,7 @@ TR_ENTRY(norm_rotary, Team& team, const Tensor& q, const Tensor& k, const Tensor
     float* const weights = static_cast<float*>(team.scratch(sizeof(float) * floats));
     widen_row(q_weight.as<T>(), d, weights);
     widen_row(k_weight.as<T>(), d, weights + d);
-    Rotation<T> rotation(rows, weights + 2 * d);
+    Rotation<T> rotation(rows, distance, weights + 2 * d);
     for_heads<T>(q, k, team, [&](const Head<T>* heads, int64_t n) {
       // All roots at once: one after the other, they would take longer than all the rest.
       float scales[kLanes] = {};
@@ -183,10 +189,14 @@ TR_ENTRY(norm_rotary, Team& team, const Tensor& q, const Tensor& k, const Tensor
         };
         head.fetch_next(d);
         rotation.go_to(head.token);
-        rotation.rotate(head.x, [&](auto lanes, int64_t at) { return normed(lanes, at, half + at); });
-        for_lanes(d - 2 * half, [&](int64_t i, auto lanes) {
-          lanes.store(head.x + 2 * half + i, normed(lanes, 2 * half + i, 2 * half + i).a);
-        });
+        rotation.rotate(head.x, [&](auto lanes, int64_t at) { return normed(lanes, at, distance + at); });
+        const auto keep = [&](int64_t begin, int64_t end) {
+          for_lanes(end - begin, [&](int64_t i, auto lanes) {
+            lanes.store(head.x + begin + i, normed(lanes, begin + i, begin + i).a);
+          });
+        };
+        keep(half, distance);
+        keep(distance + half, d);
       }
     });
   });

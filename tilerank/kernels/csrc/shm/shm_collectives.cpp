@@ -140,17 +140,18 @@ TR_ENTRY(shm_all_reduce, Team& team, const Tensor& x, const Tensor& segment, int
 template <class T>
 struct AddNorm {
   T *x, *residual, *out;
-  const T *weight, *post_weight;  // post_weight: null without a norm of the sum
+  const T *weight, *post_weight, *scale;  // post_weight: null without a norm of the sum; scale: null for 1
   int64_t d, x_stride, out_stride;
   float eps;
   bool zero_centered, whole;
 
-  // residual += the sum of the rows `parts`, or its norm; out = the norm of the result.
+  // residual = (residual + the sum of the rows `parts`, or its norm) * scale; out = the norm of the result.
   void row(const T* const* parts, int ranks, int64_t row) const {
     T *const to = out + row * out_stride, *const sum = residual + row * d;
     sum_parts(parts, ranks, d, to);
+    const Vec factor = residual_factor(scale);
     const float squares =
-        post_weight ? add_normed_row(to, post_weight, sum, d, eps, zero_centered) : add_row(to, sum, d);
+        post_weight ? add_normed_row(to, post_weight, sum, d, eps, zero_centered, factor) : add_row(to, sum, d, factor);
     norm_row(sum, squares, weight, to, d, eps, zero_centered);
   }
 
@@ -210,24 +211,20 @@ static void add_norm_lane(shm::Lane& lane, const AddNorm<T>& op, Range chunk) {
 }
 
 // residual is contiguous; a row fits in a slot. The sum of x over the ranks, or, with post_weight, the norm of the sum,
-// is added to residual, and out is the norm of the result, with the bits of shm_all_reduce and add_rms_norm. Which rows
-// of residual a rank updates depends only on the shapes; the other rows become stale, unless `whole` is set.
+// is added to residual, which is scaled, and out is the norm of the result, with the bits of shm_all_reduce and
+// add_rms_norm. Which rows of residual a rank updates depends only on the shapes; the other rows become stale, unless
+// `whole` is set.
 TR_ENTRY(shm_add_rms_norm, Team& team, const Tensor& x, const Tensor& residual, const Tensor& weight, float eps,
-         const Tensor& post_weight, bool zero_centered, bool whole, const Tensor& segment, int64_t rank, int64_t pauses,
-         int64_t timeout_ms, const Tensor& out) {
+         const Tensor& post_weight, const Tensor& scale, bool zero_centered, bool whole, const Tensor& segment,
+         int64_t rank, int64_t pauses, int64_t timeout_ms, const Tensor& out) {
   for_float(x.dtype, [&](auto kind) {
     using T = decltype(kind);
-    const AddNorm<T> op{x.as<T>(),
-                        residual.as<T>(),
-                        out.as<T>(),
-                        weight.as<T>(),
-                        post_weight.as<T>(),
-                        x.size[1],
-                        x.stride[0],
-                        out.stride[0],
-                        eps,
-                        zero_centered,
-                        whole};
+    const AddNorm<T> op{x.as<T>(),           residual.as<T>(),
+                        out.as<T>(),         weight.as<T>(),
+                        post_weight.as<T>(), scale.as<T>(),
+                        x.size[1],           x.stride[0],
+                        out.stride[0],       eps,
+                        zero_centered,       whole};
     const auto row_bytes = static_cast<int64_t>(sizeof(T)) * op.d;
     for_lanes({segment, rank, pauses, timeout_ms}, team, x.size[0], row_bytes, [&](shm::Lane& lane, Range rows) {
       const int64_t most = static_cast<int64_t>(lane.slot_bytes()) / row_bytes;
