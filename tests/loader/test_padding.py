@@ -19,7 +19,7 @@ from tilerank.loader.padding import (
 )
 from tilerank.parallel.shard import Span
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.models.audio import Convolution
+from tilerank.runtime.models.towers.audio import Convolution
 
 
 @pytest.mark.parametrize(

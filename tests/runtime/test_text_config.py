@@ -171,11 +171,13 @@ def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
         ({"layer_types": ["full_attention"]}, "layer_types: expected one entry for each of the 32 layers"),
         (
             {"rope_scaling": {"rope_type": "ntk", "factor": 4}},
-            "rope_scaling.rope_type: expected one of default, linear, dynamic, llama3, yarn, longrope, found 'ntk'",
+            "rope_scaling.rope_type: expected one of default, linear, dynamic, llama3, yarn, longrope, proportional, "
+            "found 'ntk'",
         ),
         (
             {"rope_scaling": {"type": "su"}},
-            "rope_scaling.type: expected one of default, linear, dynamic, llama3, yarn, longrope, found 'su'",
+            "rope_scaling.type: expected one of default, linear, dynamic, llama3, yarn, longrope, proportional, "
+            "found 'su'",
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 0.5}},

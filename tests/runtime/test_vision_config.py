@@ -19,7 +19,7 @@ from tilerank.loader.rope import RopeConfig
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.models.text_config import USUAL_SECTIONS, read_text_config
-from tilerank.runtime.models.vision_config import VisionConfig, read_vision_config
+from tilerank.runtime.models.towers.vision_config import VisionConfig, read_vision_config
 from tilerank.runtime.protocol.errors import EngineError
 from tilerank.runtime.rank.registry import build_model, read_supported_card
 from tilerank.runtime.step.bytes_per_step import bytes_per_step

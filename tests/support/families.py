@@ -434,4 +434,68 @@ GEMMA3_VISION = Record(
         Start(2, SPLIT, dtypes=FP32, chunk_rows=(18,)),
     ),
 )
-RECORDS = (TEXT, QWEN35, DEEPSEEK, GPT_OSS, VISION, MLLAMA, MOSS, OMNI, GEMMA3, GEMMA3_VISION, SHORT)
+GEMMA4 = Record(
+    "gemma4",
+    "reference_text",
+    {
+        # Layers 2 and 5 attend to all, with heads of twice the size and one KV head, whose keys are its values.
+        "as-31b": tiny("gemma4_text", 1, (6, 3), head_dim=16, hidden=112, inter=200, vocab=777, layers=3),
+        "as-26b": tiny(
+            "gemma4_text",
+            2,
+            (4, 2),
+            head_dim=24,
+            hidden=96,
+            inter=104,
+            vocab=600,
+            layers=3,
+            resaved=True,
+            **experts(7, 3, 72),
+        ),
+        # The last three layers read keys of layers 1 and 2; their MLPs are twice as wide.
+        "as-e2b": tiny("gemma4_text", 3, (4, 1), head_dim=24, hidden=96, inter=104, vocab=600, layers=6, per_layer=64),
+    },
+    new_tokens=12,
+    # Around the window of 20 tokens, with and without the new tokens; several times as long.
+    prompts=(1, 19, 21, 70),
+    seed=3,
+    starts=(
+        Start(1, SPLIT),
+        *(Start(tp, PAD if tp in (3, 6) else SPLIT, dtypes=FP32) for tp in (3, 5, 6)),
+        Start(2, SPLIT, PLAIN, FP32, models=("as-26b",)),
+        Start(2, SPLIT, dtypes=FP32, models=("as-e2b",), chunk_rows=(7,)),
+    ),
+)
+GEMMA4_VISION = Record(
+    "gemma4_vision",
+    "reference_gemma4",
+    {
+        # With per-layer inputs, and so the row of the pad for pictures, whose tokens attend to those before them alone.
+        "gemma4-6-3": tiny("gemma4", 4, (6, 3), head_dim=24, hidden=144, inter=200, vocab=777, layers=3),
+        "gemma4-shared": tiny(
+            "gemma4", 5, (4, 1), head_dim=24, hidden=96, inter=104, vocab=777, layers=6, per_layer=32
+        ),
+    },
+    new_tokens=8,
+    # Pictures of 37 and 63 tokens are longer than the windows of 20. Chunks of 80 tokens hold a picture each.
+    starts=(
+        Start(1, SPLIT),
+        Start(6, PAD, dtypes=FP32),
+        Start(2, SPLIT, dtypes=FP32, models=("gemma4-6-3",), chunk_rows=(80,)),
+    ),
+)
+RECORDS = (
+    TEXT,
+    QWEN35,
+    DEEPSEEK,
+    GPT_OSS,
+    VISION,
+    MLLAMA,
+    MOSS,
+    OMNI,
+    GEMMA3,
+    GEMMA3_VISION,
+    GEMMA4,
+    GEMMA4_VISION,
+    SHORT,
+)

@@ -23,9 +23,29 @@ _GEMMA3_TEXT = {
     "rope_local_base_freq": 1e4,
 }
 
+_GEMMA4_TEXT = {
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA3_TEXT,
     "smollm3": {"tie_word_embeddings": True},
+    "gemma4_text": _GEMMA4_TEXT,
+    "gemma4": {"text_config": _GEMMA4_TEXT},
     "gemma3": {"text_config": _GEMMA3_TEXT, "mm_tokens_per_image": 256, "image_token_index": 262144},
 }
 """By `model_type`."""

@@ -69,6 +69,13 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor] | None:
     return tensors
 
 
+def stored_prefix(model_dir: Path, *prefixes: str) -> str:
+    """Return the first of `prefixes` that begins names of the checkpoint's tensors, before a dot; the first of all if
+    none does."""
+    names = stored_tensors(model_dir) or ()
+    return next((one for one in prefixes if any(name.startswith(f"{one}.") for name in names)), prefixes[0])
+
+
 def _tensors(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

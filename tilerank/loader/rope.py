@@ -10,6 +10,7 @@ _MAX_THETA = 1e15
 _MAX_POSITIONS = 1 << 30
 _MAX_FACTOR = 1e6
 _CONTEXT = "max_position_embeddings"
+_PART = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
@@ -75,7 +76,18 @@ class LongScaling:
         return self.long if context_length > self.original_max_position_embeddings else self.short
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """The frequencies of a whole head of `head_dim` dimensions, divided by `factor`, of which a part is used (Gemma 4).
+
+    The first frequencies are theta^(-2i / head_dim), and the dimensions of the others are not rotated.
+    """
+
+    head_dim: int
+    factor: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | ProportionalScaling
 
 
 @dataclass(frozen=True)
@@ -141,12 +153,23 @@ def _rope(c: Fields, scaling: Fields, theta: float, dim: int, sections: Sections
     return RopeConfig(theta, read, sections, amplitude, _score_factor(c, scaling))
 
 
+def read_layer_rotary_dim(c: Fields, head_dim: int, kind: str) -> int:
+    """Return how many dimensions of a head the layers of a kind rotate, in the newer dialect of `read_layer_rope`."""
+    scaling = c.object("rope_parameters").object(kind)
+    if not scaling.has(_PART):
+        return head_dim
+    part = scaling.number(_PART, 0.0, 1.0)
+    if _kind(scaling) != "proportional" and part != 1.0:
+        raise scaling.fail(_PART, "1 beside this type (partial rotary embedding is not supported)")
+    return max(int(part * head_dim) // 2 * 2, 2)
+
+
 def read_rotary_dim(c: Fields, head_dim: int, usual_part: float | None = None) -> int:
     """Return how many dimensions of a head are rotated: `partial_rotary_factor` of them, or `usual_part` without it.
 
     The factor is at the top or beside the scaling. usual_part: None for a family that rotates whole heads.
     """
-    key = "partial_rotary_factor"
+    key = _PART
     found = [(fields, fields.number(key, 0.0, 1.0)) for fields in (c, _scaling(c)) if fields.has(key)]
     for fields, part in found:
         if usual_part is None and part != 1.0:
@@ -298,6 +321,11 @@ def _read_longrope(c: Fields, scaling: Fields, count: int) -> _Read:
     return LongScaling(short, long, original), _amplitude(scaling, amplitude)
 
 
+def _read_proportional(c: Fields, scaling: Fields, count: int) -> _Read:
+    factor = scaling.number("factor", 0.0, _MAX_FACTOR) if scaling.has("factor") else 1.0
+    return ProportionalScaling(2 * count, factor), 1.0
+
+
 def _read_factors(scaling: Fields, key: str, count: int) -> tuple[float, ...]:
     values = scaling.values.get(key)
     numbers = isinstance(values, list) and all(
@@ -320,6 +348,7 @@ _READERS: dict[str, Callable[[Fields, Fields, int], _Read]] = {
     "llama3": _read_llama3,
     "yarn": _read_yarn,
     "longrope": _read_longrope,
+    "proportional": _read_proportional,
 }
 """What reads the scaling of each type, given the fields of the model, those of the scaling, and how many frequencies
 there are."""

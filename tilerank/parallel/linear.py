@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
+from tilerank.kernels.heads import columns_of, split_heads
 from tilerank.kernels.linear import Activation, GatedActivation, linear
 from tilerank.kernels.weight_formats import Float, Format
 
@@ -83,6 +84,30 @@ class ReplicatedLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.project(x)
+
+
+class GatheredLinear(Linear):
+    """A projection [out, in] whose outputs are cut over the ranks and gathered: x[t, in] -> [t, out] on every rank."""
+
+    def __init__(self, name: str, in_features: int, out_features: int, sharding: Sharding) -> None:
+        self.cut = sharding.cut(out_features)
+        span = self.cut.spans[sharding.rank]
+        # All parts are as wide as the widest, so that they can be gathered.
+        width = max(each.size for each in self.cut.spans)
+        super().__init__(width, in_features, sharding.format_of(name, rows=span), None)
+        self.fill_rows(name, (out_features, in_features), span)
+        self._starts = torch.tensor([each.start for each in self.cut.spans] + [out_features])
+        self._own = torch.tensor([0, width])
+        self._out_features = out_features
+        self._sharding = sharding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        part = self.project(x)
+        if self._sharding.size == 1:
+            return columns_of(part, 0, self._out_features)
+        # The rows of a product lie apart, and those that are gathered beside each other.
+        close = ops.join_columns(split_heads(part, 0, 1, part.shape[1]).transpose(0, 1), self._own, part.shape[1])
+        return ops.join_columns(self._sharding.gather(close), self._starts, self._out_features)
 
 
 class ColumnParallelLinear(Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
@@ -27,12 +28,22 @@ class RMSNorm(Layer):
     def __call__(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight.data, self.eps, zero_centered=self.zero_centered)
 
-    def add(self, part: Tensor, residual: Tensor, *, post_norm: RMSNorm | None = None, whole: bool = False) -> Tensor:
+    def add(
+        self,
+        part: Tensor,
+        residual: Tensor,
+        *,
+        post_norm: RMSNorm | None = None,
+        scale: Tensor | None = None,
+        whole: bool = False,
+        summed: bool = False,
+    ) -> Tensor:
         """Add the sum over the ranks of `part` to `residual` and return the norm of the result, on every rank.
 
-        part, residual: [m, dim]. post_norm: of the sum, before it is added; it has the same eps and centre. `residual`
-        is updated in place, but only in the rows that this rank needs for its next call, unless `whole` (group.py:
-        add_rms_norm). Each residual therefore belongs to one rank's calls.
+        part, residual: [m, dim]. post_norm: of the sum, before it is added; it has the same eps and centre. scale: [1],
+        a factor of the result, before its norm. `residual` is updated in place, but only in the rows that this rank
+        needs for its next call, unless `whole` (group.py: add_rms_norm). Each residual therefore belongs to one rank's
+        calls. summed: `part` is the sum already, the same on every rank; then all rows are updated.
         """
         return self._sharding.add_rms_norm(
             part,
@@ -40,9 +51,25 @@ class RMSNorm(Layer):
             self.weight.data,
             self.eps,
             post_weight=None if post_norm is None else post_norm.weight.data,
+            scale=scale,
             zero_centered=self.zero_centered,
             whole=whole,
+            summed=summed,
         )
+
+
+class WeightlessNorm(Layer):
+    """RMSNorm without a weight."""
+
+    def __init__(self, dim: int, eps: float, sharding: Sharding) -> None:
+        self._dim, self._eps, self._dtype = dim, eps, sharding.dtype
+        self._ones: Tensor
+
+    def allocate(self) -> None:
+        self._ones = torch.ones(self._dim, dtype=self._dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self._ones, self._eps)
 
 
 class LayerNorm(Layer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -120,6 +121,8 @@ class QKVParallelLinear(StackedLinear):
 
     projections: their names in the checkpoint, or one name if it stores them as one, the queries first. gated: a gate
     of the same size follows each head of the queries (Qwen3.5); then q is [t, q_heads, 2 * head_dim].
+    held: "qk" of a layer whose keys are its values as well; "q" of one that reads keys and values of another layer, cut
+    in the same way, whose k and v have no heads (Gemma 4).
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class QKVParallelLinear(StackedLinear):
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         head_multiple: int | None = None,
         gated: bool = False,
+        held: Literal["qkv", "qk", "q"] = "qkv",
     ) -> None:
         self.heads = sharding.cut_heads(q_heads, kv_heads, head_dim, hidden, head_multiple)
         q, kv = self.heads.q[sharding.rank], self.heads.kv[sharding.rank]
@@ -151,18 +155,21 @@ class QKVParallelLinear(StackedLinear):
         if len(names) == 1:
             names *= 3
             rows = [Rows(sum(sizes), sum(sizes[:i]), part) for i, part in enumerate(parts)]
+        names, rows = names[: len(held)], rows[: len(held)]
         formats = sharding.stacked_formats(names, [part.stored for part in rows])
-        formats[2] = sharding.value_format(formats[2])
-        held = [Projection(name, [part], format) for name, part, format in zip(names, rows, formats, strict=True)]
-        super().__init__(held, hidden, sharding.dtype if bias else None, optional_bias=optional_bias)
+        if held != "q":
+            formats[-1] = sharding.value_format(formats[-1])
+        parts_held = [Projection(name, [part], format) for name, part, format in zip(names, rows, formats, strict=True)]
+        super().__init__(parts_held, hidden, sharding.dtype if bias else None, optional_bias=optional_bias)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.project(x)
-        return (
-            split_heads(q, 0, self.q_heads, self._q_dim),
-            split_heads(k, 0, self.kv_heads, self.head_dim),
-            split_heads(v, 0, self.kv_heads, self.head_dim),
-        )
+        q, *others = self.project(x)
+        queries = split_heads(q, 0, self.q_heads, self._q_dim)
+        if not others:
+            none = split_heads(q, 0, 0, self.head_dim)
+            return queries, none, none
+        keys, values = (split_heads(part, 0, self.kv_heads, self.head_dim) for part in (others[0], others[-1]))
+        return queries, keys, values
 
     def cost(self) -> Cost:
         heads = self.q_heads * self.head_dim

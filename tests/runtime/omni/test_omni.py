@@ -18,7 +18,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.media.decoder import DecodedMedium
 from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.media.qwen3_omni import HOP, audio_tokens
-from tilerank.runtime.models.audio import mel_filters, normalize_mel
+from tilerank.runtime.models.towers.audio import mel_filters, normalize_mel
 from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.protocol.prompt import Prompt
 

@@ -46,7 +46,14 @@ GEMMA_CHAT = (
     "{%- if m['content'] is string %}{{- m['content'] | trim }}{%- else %}{%- for c in m['content'] %}"
     "{%- if c['type'] == 'image' %}{{- '<start_of_image>' }}{%- elif c['type'] == 'text' %}{{- c['text'] | trim }}{%- endif %}{%- endfor %}"
     "{%- endif %}{{- '<end_of_turn>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}")
+GEMMA4_CHAT = (
+    "{{- bos_token }}{%- for m in messages %}{{- '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' }}"
+    "{%- if m['content'] is string %}{{- m['content'] | trim }}{%- else %}{%- for c in m['content'] %}"
+    "{%- if c['type'] == 'image' %}{{- '<|image|>' }}{%- elif c['type'] == 'text' %}{{- c['text'] | trim }}{%- endif %}{%- endfor %}"
+    "{%- endif %}{{- '<turn|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|turn>model\\n' }}{%- endif %}")
 GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>"]
+GEMMA4_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|image>", "<|image|>", "<image|>", "<|think|>", "<|channel>", "<channel|>",
+                  "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
 GEMMA_NEWLINES = ["\n" * n for n in range(1, 5)]
 GEMMA_SPARE = 64                        # rows of the embedding after the tokens of text, the first of which is that of pictures
 
@@ -80,10 +87,10 @@ def train_bpe(nvocab, split):
     return t.to_str()
 
 @functools.cache
-def train_gemma(nvocab):
+def train_gemma(nvocab, special):
     """Returns the JSON of a BPE tokenizer of characters with bytes for those that it lacks, as SentencePiece makes them."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    first = GEMMA_SPECIAL + GEMMA_NEWLINES + [f"<0x{byte:02X}>" for byte in range(256)]
+    first = [*special, *GEMMA_NEWLINES] + [f"<0x{byte:02X}>" for byte in range(256)]
     t = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     t.normalizer = normalizers.Replace(" ", "\u2581")
     t.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -92,30 +99,32 @@ def train_gemma(nvocab):
                                                              max_token_length=12, special_tokens=first))
     return t.to_str()
 
-def make_gemma_tokenizer(vocab, out, pictures):
-    """Writes tokenizer files whose ids lie below `vocab`. pictures: the last GEMMA_SPARE ids begin with that of pictures."""
+def make_gemma_tokenizer(vocab, out, style):
+    """Writes tokenizer files whose ids lie below `vocab`. gemma_pictures: the last GEMMA_SPARE ids begin with that of pictures."""
     from tokenizers import AddedToken, Tokenizer, processors
+    pictures, special = style == "gemma_pictures", GEMMA4_SPECIAL if style == "gemma4" else GEMMA_SPECIAL
     known = vocab - GEMMA_SPARE if pictures else vocab
-    described = json.loads(train_gemma(known))
+    described = json.loads(train_gemma(known, tuple(special)))
     described["added_tokens"] = []
     t = Tokenizer.from_str(json.dumps(described))
-    t.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in GEMMA_SPECIAL])
+    t.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
     t.add_tokens([AddedToken(s, special=False, normalized=False) for s in GEMMA_NEWLINES])
     if pictures:
         t.add_special_tokens([AddedToken("<image_soft_token>", special=True, normalized=False)])
         assert t.token_to_id("<image_soft_token>") == known
     b = t.token_to_id("<bos>")
     t.post_processor = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", b)])
-    more = {"extra_special_tokens": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}}
+    names = {"gemma_pictures": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), "gemma4": ("<|image|>", "<|image>", "<image|>")}
+    more = {"extra_special_tokens": dict(zip(("image_token", "boi_token", "eoi_token"), names[style]))} if style in names else {}
     tk = PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
-                                 clean_up_tokenization_spaces=False, model_max_length=4096, padding_side="left", **(more if pictures else {}))
-    tk.chat_template = GEMMA_CHAT
+                                 clean_up_tokenization_spaces=False, model_max_length=4096, padding_side="left", **more)
+    tk.chat_template = GEMMA4_CHAT if style == "gemma4" else GEMMA_CHAT
     tk.save_pretrained(out)
     return t
 
 def make_tokenizer(style, vocab, out):
     """Writes tokenizer files whose ids all lie below `vocab` (mllama: the image token is exactly `vocab`)."""
-    if style.startswith("gemma"): return make_gemma_tokenizer(vocab, out, style == "gemma_pictures")
+    if style.startswith("gemma"): return make_gemma_tokenizer(vocab, out, style)
     from tokenizers import AddedToken, Tokenizer, processors
     special = {"qwen": QWEN_SPECIAL, "omni": QWEN_SPECIAL, "moss": QWEN_SPECIAL, "llama": LLAMA_SPECIAL, "mllama": LLAMA_SPECIAL,
                "deepseek": DS_SPECIAL}[style]

@@ -10,7 +10,8 @@ def reinit(model, seed, tied, zero_centred=False):
     g = torch.Generator().manual_seed(seed)
     R = lambda p, s: torch.randn(p.shape, generator=g) * s
     U = lambda p, a, b: torch.rand(p.shape, generator=g) * (b - a) + a
-    todo = list(model.named_parameters()) + [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    todo = list(model.named_parameters()) + [(n, b) for n, b in model.named_buffers() if n.endswith(("e_score_correction_bias", "layer_scalar", "std_bias", "std_scale"))]
+    unscaled = model.config.model_type.startswith("gemma4")   # scores are not divided: large ones amplify the rounding of the reference itself
     with torch.no_grad():
         for n, p in todo:
             last = n.rsplit(".", 1)[-1]
@@ -20,6 +21,13 @@ def reinit(model, seed, tied, zero_centred=False):
             elif last == "e_score_correction_bias": v = R(p, 0.15)
             elif last in ("cross_attn_attn_gate", "cross_attn_mlp_gate", "gate_attn", "gate_ffn", "gate") and p.numel() == 1: v = U(p, 0.4, 0.8)
             elif last in ("alpha", "beta"): v = R(p, 0.1)
+            elif last in ("layer_scalar", "std_scale"): v = U(p, 0.6, 1.4)
+            elif last == "std_bias": v = R(p, 1.0)
+            elif last == "position_embedding_table": v = R(p, 0.4)
+            elif n.endswith("router.scale"): v = 1 + R(p, 0.2)
+            elif last == "per_expert_scale": v = U(p, 0.5, 1.5)
+            elif n.endswith("router.proj.weight"): v = R(p, 2.0)
+            elif unscaled and n.endswith("q_norm.weight"): v = 0.2 + R(p, 0.02)
             elif last in ("gamma", "scale"): v = U(p, 0.2, 0.4)
             elif last == "separator_token": v = R(p, 1.0)
             elif norm and last == "weight":

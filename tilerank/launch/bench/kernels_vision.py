@@ -16,7 +16,7 @@ from tilerank.kernels.convolution import convolve_, convolve_channels, tap_colum
 from tilerank.kernels.packed_sequences import attention_varlen
 from tilerank.kernels.weight_formats.floats import FloatWeight
 from tilerank.parallel.cost import Work
-from tilerank.runtime.models.audio import mel_filters
+from tilerank.runtime.models.towers.audio import mel_filters
 
 from .entry import Entry
 

@@ -85,12 +85,13 @@ def model_work(
         bytes_per_state,
         bytes_per_token,
         bytes_per_window_token,
+        read_specs,
         window_of,
     )
 
     formats = weight_formats(card.quantization, dtype, quantization, activation_bits)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
-    specs = model.cache_specs()
+    specs = read_specs(model.cache_specs())
     body = model.cost_without_logits()
     return ModelWork(
         body,

@@ -1,6 +1,10 @@
 """What the families need that do not run, beside what runs."""
 
 MISSING = {
+    "gemma4_unified": "an encoder that takes raw patches and sound",
+    "gemma4_assistant": "drafts that read the keys of another model",
+    "diffusion_gemma": "generation by diffusion",
+    "gemma3n": "alternating updates of several streams",
     "deepseek_v32": "the sparse attention of DeepSeek-V3.2",
     "glm_moe_dsa": "the sparse attention of GLM-5",
     "glm4v_moe": "the vision tower of GLM-4.5V",

@@ -48,9 +48,12 @@ def check_types(fields: Fields | None, types: Mapping[str, Sequence[str]]) -> No
             raise fields.fail(key, " or ".join(names))
 
 
-def check_steps(fields: Fields, *more: str) -> None:
-    """Raise ConfigError if one of the steps of preprocessing is switched off. more: further steps of a family."""
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", *more):
+def check_steps(fields: Fields, *more: str, normalizes: bool = True) -> None:
+    """Raise ConfigError if one of the steps of preprocessing is switched off. more: further steps of a family.
+    normalizes: whether pixels are normalised by means and deviations of the file."""
+    if not normalizes and fields.flag("do_normalize"):
+        raise fields.fail("do_normalize", "false")
+    for key in ("do_resize", "do_rescale", *(("do_normalize",) if normalizes else ()), "do_convert_rgb", *more):
         if fields.has(key) and not fields.flag(key):
             raise fields.fail(key, "true")
     if fields.has("rescale_factor") and abs(fields.number("rescale_factor", 0, 1) * 255 - 1) > 1e-6:

@@ -2,7 +2,8 @@
 
     x += mixer(norm(x));  x += mlp(norm(x))        per layer, then the last norm and the head
 
-Each of the two may have a norm after it as well, of its sum over the ranks: x += post_norm(mixer(norm(x))).
+Each of the two may have a norm after it as well, of its sum over the ranks: x += post_norm(mixer(norm(x))). A layer may
+end with an input of its own (per_layer_inputs.py) and a factor of the whole stream (Gemma 4).
 
 A family composes a Decoder from mixers and MLPs and gives the names under which its checkpoints store them.
 """
@@ -10,23 +11,25 @@ A family composes a Decoder from mixers and MLPs and gives the names under which
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
 from tilerank.kernels import ops
+from tilerank.kernels.heads import join_heads, split_heads
 from tilerank.loader.card import ModelCard
 from tilerank.loader.tied_head import tied_module
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding, VocabParallelEmbedding
 from tilerank.parallel.norm import RMSNorm
-from tilerank.parallel.parameters import Layer
+from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..step.batch import Batch, LogitRows
-from ..step.cache import Cache, CacheSpec
+from ..step.cache import Budget, Cache, CacheSpec
 from ..step.model import Encoder, Model
 from ..step.rope import RopeTable, Rotation
+from .per_layer_inputs import PerLayerInput, PerLayerInputs
 from .stream import Stream
 from .text_config import TextConfig
 
@@ -35,10 +38,10 @@ from .text_config import TextConfig
 class DecoderNames:
     """Names of the modules in a checkpoint; the default is the layout of Llama and Qwen.
 
-    `layer` has a place for the number of the layer; the six after it are relative to the layer. mixer: one name, or
+    `layer` has a place for the number of the layer; the seven after it are relative to the layer. mixer: one name, or
     one for each layer. mixer_post_norm, mlp_post_norm: None in a family without norms after the mixer and the MLP.
-    left_out: beginnings of the names of tensors that the model does not use; layers whose tensors are left out are not
-    built.
+    scale: None in a family without a factor of the stream. left_out: beginnings of the names of tensors that the model
+    does not use; layers whose tensors are left out are not built.
     """
 
     embedding: str = "model.embed_tokens"
@@ -51,6 +54,7 @@ class DecoderNames:
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
     mlp_post_norm: str | None = None
+    scale: str | None = None
     left_out: tuple[str, ...] = ()
 
 
@@ -87,8 +91,23 @@ class Mixer(Layer, Generic[C]):
 class FeedForward(Layer):
     """The part of a layer that treats every token alone: x[t, hidden] -> this rank's part of [t, hidden]."""
 
+    reads_residual: Literal[False] = False
+
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class ResidualFeedForward(Layer):
+    """A FeedForward that reads the residual as well: x, its norm, and residual [t, hidden] -> [t, hidden], the whole
+    result on every rank."""
+
+    reads_residual: Literal[True] = True
+
+    @abstractmethod
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor: ...
+
+
+MLP = FeedForward | ResidualFeedForward
 
 
 class RowGate(Layer):
@@ -103,7 +122,8 @@ class DecoderLayer(Layer):
     """A mixer and an MLP, each after a norm.
 
     mixer_post_norm, mlp_post_norm: of the sums of both over the ranks, if it has any. mlp_gate: of the output of the
-    MLP, if it has any.
+    MLP, if it has any. input: what is added after the MLP, if it has any. scale: [1], a factor of the stream at the end
+    of the layer, if it has any.
     """
 
     def __init__(
@@ -112,9 +132,11 @@ class DecoderLayer(Layer):
         mixer: Mixer[Any],
         mixer_post_norm: RMSNorm | None,
         mlp_norm: RMSNorm,
-        mlp: FeedForward,
+        mlp: MLP,
         mlp_post_norm: RMSNorm | None,
         mlp_gate: RowGate | None,
+        input: PerLayerInput | None,
+        scale: WholeParameter | None,
     ) -> None:
         self.mixer_norm = mixer_norm
         self.mixer = mixer
@@ -123,6 +145,8 @@ class DecoderLayer(Layer):
         self.mlp = mlp
         self.mlp_post_norm = mlp_post_norm
         self.mlp_gate = mlp_gate
+        self.input = input
+        self.scale = scale
 
 
 class DecoderLayers(Layer):
@@ -135,13 +159,16 @@ class DecoderLayers(Layer):
         sharding: Sharding,
         names: DecoderNames,
         mixer: Callable[[str, int], Mixer[Any]],
-        mlp: Callable[[str, int], FeedForward],
+        mlp: Callable[[str, int], MLP],
         mlp_gate: Callable[[int], RowGate | None] = lambda _: None,
+        inputs: PerLayerInputs | None = None,
     ) -> None:
         """positions: the tables of rotations have so many. mixer, mlp: make those of a layer, from the name of the
-        module and the number of the layer. mlp_gate: makes that of a layer, from its number."""
+        module and the number of the layer. mlp_gate: makes that of a layer, from its number. inputs: of all layers, if
+        they have inputs of their own."""
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self._ranks = sharding.size
+        self.inputs = inputs
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(name, hidden, eps, sharding, zero_centered=config.zero_centered_norms)
@@ -160,6 +187,8 @@ class DecoderLayers(Layer):
                 mlp(f"{name}.{names.mlp}", number),
                 post_norm(name, names.mlp_post_norm),
                 mlp_gate(number),
+                None if inputs is None else inputs.of_layer(name, number),
+                None if names.scale is None else WholeParameter(f"{name}.{names.scale}", (1,), sharding.dtype),
             )
 
         names_of_layers = (f"{names.layer.format(number)}." for number in range(config.num_layers))
@@ -167,6 +196,9 @@ class DecoderLayers(Layer):
             layer(number) for number, name in enumerate(names_of_layers) if not name.startswith(names.left_out)
         ]
         self.norm = norm(names.norm)
+        stores = [layer.mixer.cache_spec.budget is not Budget.SHARED for layer in self.layers]
+        self._stored = max((i + 1 for i, each in enumerate(stores) if each), default=0)
+        """The layers before this one store something; those from it on read caches of others."""
         usual = Rotation(config.rope, config.rotary_dim)
         rotations = [layer.mixer.rotation or usual for layer in self.layers]
         different = list(dict.fromkeys(rotations))
@@ -174,9 +206,8 @@ class DecoderLayers(Layer):
         self.ropes = [RopeTable(each.rope, each.dim, positions, sharding.dtype) for each in different]
 
     def _rope_rows(self, positions: Tensor) -> list[Tensor]:
-        """positions [axes, t] int64 -> for each layer [t, 2, r / 2], the rows that it rotates queries and keys with."""
-        rows = [table.rows(positions) for table in self.ropes]
-        return [rows[table] for table in self._rope_of]
+        """positions [axes, t] int64 -> for each rotation [t, 2, r / 2], the rows that rotate queries and keys."""
+        return [table.rows(positions) for table in self.ropes]
 
     def cache_specs(self) -> list[CacheSpec]:
         return [layer.mixer.cache_spec for layer in self.layers]
@@ -184,9 +215,11 @@ class DecoderLayers(Layer):
     def hidden(self, x: Tensor, batch: Batch, caches: Sequence[Cache]) -> Tensor:
         """x[t, hidden], which is overwritten -> the normalised rows whose logits are computed, [m, hidden].
 
-        The last layer computes rows without logits only as far as their cache.
+        The last layer computes rows without logits only as far as their cache. Layers after the last one that stores
+        something do not compute them.
         """
         inserts, kept = batch.inserts, batch.kept
+        inputs = None if self.inputs is None else self.inputs(x, batch)
         stream = Stream(x, self._ranks)
         ropes = self._rope_rows(batch.positions)
         used = [i for i, layer in enumerate(self.layers) if not layer.mixer.is_idle(batch)]
@@ -195,18 +228,31 @@ class DecoderLayers(Layer):
         last = len(self.layers) - 1
         for i, next_norm in zip(used, next_norms, strict=True):
             layer, cache = self.layers[i], caches[i]
+            if i == self._stored and (only := batch.logit_rows) is not None:
+                stream.keep(only)
+                x, batch = only.take(x), batch.last_rows()
+                ropes = [split_heads(only.take(join_heads(rows)), 0, *rows.shape[1:]) for rows in ropes]
+                inputs = None if inputs is None else only.take(inputs)
             only = batch.logit_rows if i == last else None
-            x = layer.mixer(x, ropes[i], batch, cache, only)
+            x = layer.mixer(x, ropes[self._rope_of[i]], batch, cache, only)
             if only is not None:
                 stream.keep(only)
-            x = stream.add(x, layer.mlp_norm, post_norm=layer.mixer_post_norm)
-            x = layer.mlp(x)
+                inputs = None if inputs is None else only.take(inputs)
+            mlp = layer.mlp
+            x = stream.add(x, layer.mlp_norm, post_norm=layer.mixer_post_norm, update_all=mlp.reads_residual)
+            x = mlp(x, stream.rows()) if mlp.reads_residual else mlp(x)
             if layer.mlp_gate is not None:
                 layer.mlp_gate(x, batch)
             keeps = kept is not None and i + 1 == kept.layer
             inserted = inserts.deep[i] if inserts is not None and i < len(inserts.deep) else None
-            is_read = keeps or inserted is not None or (batch.logit_rows is not None and i + 1 == last)
-            x = stream.add(x, next_norm, post_norm=layer.mlp_post_norm, update_all=is_read)
+            is_cut = batch.logit_rows is not None and i + 1 == min(last, self._stored)
+            is_read = keeps or inserted is not None or is_cut
+            scale, summed, post_norm = layer.scale, mlp.reads_residual, layer.mlp_post_norm
+            if layer.input is not None:
+                stream.add(x, next_norm, post_norm=post_norm, update_all=True, summed=summed)
+                assert inputs is not None
+                x, summed, post_norm = layer.input(stream.rows(), inputs), False, layer.input.post_norm
+            x = stream.add(x, next_norm, post_norm=post_norm, scale=scale, update_all=is_read, summed=summed)
             if kept is not None and keeps:
                 kept.hidden = ops.take_rows(stream.rows(), kept.rows)
             if inserted is not None:
@@ -225,18 +271,20 @@ class Decoder(DecoderLayers, Model):
         sharding: Sharding,
         names: DecoderNames,
         mixer: Callable[[str, int], Mixer[Any]],
-        mlp: Callable[[str, int], FeedForward],
+        mlp: Callable[[str, int], MLP],
         encoder: Encoder | None = None,
         *,
         mlp_gate: Callable[[int], RowGate | None] = lambda _: None,
+        inputs: PerLayerInputs | None = None,
         spare_ids: int = 0,
         embedding_factor: float = 1.0,
+        logits_cap: float | None = None,
     ) -> None:
-        """mixer, mlp, mlp_gate: as in DecoderLayers.
+        """mixer, mlp, mlp_gate, inputs: as in DecoderLayers.
 
         encoder: its encodings have fewer levels beside the embeddings than the decoder has layers. spare_ids: as in
         Model; the embedding has rows for them, and so has the weight of a tied head. embedding_factor: of the
-        embeddings of tokens, not of encodings.
+        embeddings of tokens, not of encodings. logits_cap: logits become cap * tanh(logits / cap).
         """
         hidden, vocab = config.hidden_size, card.vocab_size
         self._names = names
@@ -250,11 +298,12 @@ class Decoder(DecoderLayers, Model):
         else:
             self.embedding = VocabParallelEmbedding(names.embedding, vocab + spare_ids, hidden, sharding)
             self.head = ParallelLMHead(names.head, hidden, vocab, sharding)
-        super().__init__(config, card.context_length, sharding, names, mixer, mlp, mlp_gate)
+        super().__init__(config, card.context_length, sharding, names, mixer, mlp, mlp_gate, inputs)
         self.encoder = encoder
         self.position_axes = config.rope.axes
         self.spare_ids = spare_ids
         self._embedding_factor = embedding_factor
+        self._logits_cap = logits_cap
 
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
         x, inserts = self.embedding(batch.token_ids), batch.inserts
@@ -262,20 +311,25 @@ class Decoder(DecoderLayers, Model):
             ops.scale_(x, self._embedding_factor)
         if inserts is not None:
             ops.put_rows_(x, inserts.rows, inserts.values)
-        return self.head(self.hidden(x, batch, caches))
+        logits = self.head(self.hidden(x, batch, caches))
+        if self._logits_cap is not None:
+            ops.soft_cap_(logits, self._logits_cap)
+        return logits
 
     @property
     def rotates_source(self) -> bool:
         return any(layer.mixer.rotates_source for layer in self.layers)
 
     def store_source(self, rows: Tensor, positions: Tensor | None, slots: Tensor, caches: Sequence[Cache]) -> None:
-        ropes: Sequence[Tensor | None] = [None] * len(self.layers)
+        ropes: Sequence[Tensor | None] = [None] * len(self.ropes)
         if positions is not None:
             ropes = self._rope_rows(positions)
-        for layer, rope, cache in zip(self.layers, ropes, caches, strict=True):
-            layer.mixer.store_source(rows, rope, slots, cache)
+        for layer, rope, cache in zip(self.layers, self._rope_of, caches, strict=True):
+            layer.mixer.store_source(rows, ropes[rope], slots, cache)
 
     def cost_without_logits(self) -> Cost:
+        if self._stored < len(self.layers):
+            return Cost.total(layer.cost() for layer in self.layers[: self._stored])
         *layers, last = self.layers
         return Cost.total([*(layer.cost() for layer in layers), last.cost_of_caching()])
 

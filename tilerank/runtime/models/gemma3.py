@@ -8,12 +8,13 @@ sqrt(hidden size), but not the rows of the output head, which is the same weight
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
-from tilerank.loader.headers import stored_tensors
+from tilerank.loader.headers import stored_prefix
 from tilerank.loader.rope import FULL_ATTENTION, SLIDING_ATTENTION, read_layer_rope
 from tilerank.parallel.sharding import Sharding
 
@@ -22,9 +23,9 @@ from ..media.settings import read_if_listed
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames
 from .gated_mlp import dense_mlps
-from .siglip import SiglipTower, read_siglip_config
 from .text_config import MAX_WIDTH, read_layer_types, read_text_config
-from .tower import floats_alone
+from .towers.siglip import SiglipTower, read_siglip_config
+from .towers.tower import floats_alone
 
 _KINDS = (SLIDING_ATTENTION, FULL_ATTENTION)
 _MAX_WINDOW = 1 << 30
@@ -40,12 +41,7 @@ def gemma3_text(card: ModelCard, sharding: Sharding) -> Decoder:
 
 def gemma3(card: ModelCard, sharding: Sharding) -> Decoder:
     """Gemma3ForConditionalGeneration. A picture attends to all of itself, in every layer."""
-    names = stored_tensors(card.fields.path.parent) or ()
-
-    def first_of(*prefixes: str) -> str:
-        """Return the prefix under which the checkpoint has tensors; the first without files."""
-        return next((one for one in prefixes if any(name.startswith(f"{one}.") for name in names)), prefixes[0])
-
+    first_of = partial(stored_prefix, card.fields.path.parent)
     hidden = card.text.integer("hidden_size", 1, MAX_WIDTH)
     settings = read_if_listed(read_gemma3_settings, card.fields.path.parent)
     tower = SiglipTower(

@@ -39,7 +39,7 @@ from .attention import SelfAttention
 from .cross_attention import crossing_decoder, read_crossing_layers
 from .decoder import Decoder, DecoderNames
 from .text_config import MAX_WIDTH, TextConfig, read_heads, read_text_config
-from .tower import ROW_UNIT, BlockNames, BlockShape, Grid, RowLayout, TowerBlock, cut_rows, floats_alone, pieces
+from .towers.tower import ROW_UNIT, BlockNames, BlockShape, Grid, RowLayout, TowerBlock, cut_rows, floats_alone, pieces
 
 _SPARE_IDS = 8
 """The embedding has rows for more ids than the head: the token of a picture is embedded and never generated."""

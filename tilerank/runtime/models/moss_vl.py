@@ -30,9 +30,9 @@ from .attention import SelfAttention
 from .cross_attention import crossing_decoder
 from .decoder import Decoder, DecoderNames
 from .text_config import USUAL_SECTIONS, read_text_config
-from .tower import ROW_UNIT, Grid, TowerMLP, cut_rows, floats_alone, pieces
-from .vision import EPS, VisionTransformer
-from .vision_config import VisionConfig, read_vision_config
+from .towers.tower import ROW_UNIT, Grid, TowerMLP, cut_rows, floats_alone, pieces
+from .towers.vision import EPS, VisionTransformer
+from .towers.vision_config import VisionConfig, read_vision_config
 
 _GROUP = 4096
 """Patches of small frames that are computed together, so that few rows do not read all weights."""

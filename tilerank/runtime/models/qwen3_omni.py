@@ -19,7 +19,6 @@ from ..media.settings import read_if_listed
 from ..protocol.sizes import CHUNK_FRAMES, CONTEXT_FRAMES
 from ..protocol.speech_settings import speaks
 from ..step.model import Encoder
-from .audio import AudioTower, read_audio_config
 from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
@@ -27,9 +26,10 @@ from .speech.code2wav import Code2Wav
 from .speech.code2wav_config import read_code2wav_config
 from .talker import Talker
 from .text_config import USUAL_SECTIONS, read_text_config
-from .tower import Grid, floats_alone, pieces
-from .vision import MergerNames, VisionTower
-from .vision_config import read_vision_config
+from .towers.audio import AudioTower, read_audio_config
+from .towers.tower import Grid, floats_alone, pieces
+from .towers.vision import MergerNames, VisionTower
+from .towers.vision_config import read_vision_config
 
 _NAMES = DecoderNames(
     embedding="thinker.model.embed_tokens",

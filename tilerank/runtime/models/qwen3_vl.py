@@ -15,9 +15,9 @@ from .decoder import Decoder, DecoderNames
 from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
 from .text_config import USUAL_SECTIONS, TextConfig, read_text_config
-from .tower import floats_alone
-from .vision import VisionTower
-from .vision_config import read_vision_config
+from .towers.tower import floats_alone
+from .towers.vision import VisionTower
+from .towers.vision_config import read_vision_config
 
 _NAMES = DecoderNames(
     embedding="model.language_model.embed_tokens",

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from tilerank.kernels import ops
 from tilerank.parallel.norm import RMSNorm
+from tilerank.parallel.parameters import PlainParameter
 
 from ..step.batch import LogitRows
 
@@ -22,14 +23,25 @@ class Stream:
         self._ranks = ranks
         self._stale_since: RMSNorm | None = None  # the norm of the sum that left rows stale
 
-    def add(self, part: Tensor, norm: RMSNorm, *, post_norm: RMSNorm | None = None, update_all: bool = False) -> Tensor:
+    def add(
+        self,
+        part: Tensor,
+        norm: RMSNorm,
+        *,
+        post_norm: RMSNorm | None = None,
+        scale: PlainParameter | None = None,
+        update_all: bool = False,
+        summed: bool = False,
+    ) -> Tensor:
         """Add the sum of every rank's `part` [t, hidden] to the stream and return its norm [t, hidden], on all ranks.
 
-        post_norm: of the sum, before it is added. update_all: the rows are read before the next `add`. That is cheaper
-        than bringing them up to date later.
+        post_norm: of the sum, before it is added. scale: [1], a factor of the stream after it. update_all: the rows are
+        read before the next `add`. That is cheaper than bringing them up to date later. summed: `part` is the sum, the
+        same on every rank, and all rows are up to date.
         """
-        self._stale_since = None if update_all or self._ranks == 1 else norm
-        return norm.add(part, self._rows, post_norm=post_norm, whole=update_all)
+        factor = None if scale is None else scale.data
+        self._stale_since = None if update_all or summed or self._ranks == 1 else norm
+        return norm.add(part, self._rows, post_norm=post_norm, scale=factor, whole=update_all, summed=summed)
 
     def rows(self) -> Tensor:
         """Return the stream [t, hidden], equal on all ranks. It changes with the next `add`."""

@@ -5,7 +5,7 @@ BatchFiller is the one place where positions, slots and page tables are derived 
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -103,6 +103,15 @@ class Batch:
     kept: Kept | None = None
     windows: WindowTables | None = None
     visible: Tensor | None = None
+
+    def last_rows(self) -> "Batch":
+        """Return a batch for layers that store nothing and compute only the rows with logits.
+
+        Tokens, positions and slots remain those of all rows.
+        """
+        assert self.logit_rows is not None
+        only = self.logit_rows
+        return replace(self, query_starts=only.starts, visible=only.visible, logit_rows=None)
 
     def tables(self, window: int) -> "Batch | WindowTables":
         """Return what has the slots and page tables of layers with this window, 0 for those without."""

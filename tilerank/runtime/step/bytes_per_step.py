@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilerank.parallel.cost import ExpertBytes
 
-from .cache import bytes_per_state, bytes_per_token, bytes_per_window_token, window_of
+from .cache import bytes_per_state, bytes_per_token, bytes_per_window_token, read_specs, window_of
 from .model import Model
 
 
@@ -37,7 +37,7 @@ class BytesPerStep:
 def bytes_per_step(model: Model) -> BytesPerStep:
     """Add up the layers of a model, which need not be allocated."""
     cost = model.cost()
-    specs = model.cache_specs()
+    specs = read_specs(model.cache_specs())
     readers = model.context_part.ranks if model.context_part else 1
     return BytesPerStep(
         cost.read,

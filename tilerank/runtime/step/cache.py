@@ -28,6 +28,7 @@ class Budget(Enum):
     WINDOW_TOKENS = "cached tokens of layers with a window"
     SOURCE_TOKENS = "encoder tokens"
     STATES = "states"
+    SHARED = "caches of other layers"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,21 @@ class PagedKV:
 
     def allocate(self, tokens: int) -> KVPages:
         return KVPages.empty(num_pages(tokens), self.kv_heads, self.head_dim, self.dtype)
+
+
+@dataclass(frozen=True)
+class SharedKV:
+    """The keys and values of an earlier layer, which the layer reads and does not write.
+
+    layer: the number of that layer. kept: what it keeps.
+    """
+
+    layer: int
+    kept: PagedKV
+    budget: ClassVar = Budget.SHARED
+
+    def nbytes(self, tokens: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -116,12 +132,17 @@ class RecurrentState:
 EXPECTED_TOKENS = 32768
 """The most cached tokens that the cost of a cut assumes by default."""
 
-CacheSpec = PagedKV | PagedLatent | EncoderKV | RecurrentState
+CacheSpec = PagedKV | SharedKV | PagedLatent | EncoderKV | RecurrentState
 
 
 def expected_tokens(context_length: int) -> int:
     """Return how many tokens a step is expected to read by default: one full context, at most EXPECTED_TOKENS."""
     return min(EXPECTED_TOKENS, context_length)
+
+
+def read_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    """Return what each layer reads: in place of a shared cache what its layer keeps."""
+    return [spec.kept if isinstance(spec, SharedKV) else spec for spec in specs]
 
 
 def bytes_per_token(specs: Sequence[CacheSpec]) -> int:
@@ -179,4 +200,7 @@ def allocate(
         Budget.STATES: states,
         Budget.SOURCE_TOKENS: source_tokens,
     }
-    return [spec.allocate(sizes[spec.budget]) for spec in specs]
+    caches = list[Cache]()
+    for spec in specs:
+        caches.append(caches[spec.layer] if isinstance(spec, SharedKV) else spec.allocate(sizes[spec.budget]))
+    return caches

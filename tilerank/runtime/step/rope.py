@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.loader.rope import LinearScaling, Llama3Scaling, LongScaling, RopeConfig, Sections, YarnScaling
+from tilerank.loader.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ProportionalScaling,
+    RopeConfig,
+    Sections,
+    YarnScaling,
+)
 from tilerank.parallel.parameters import Layer
 
 
@@ -68,6 +76,8 @@ def inverse_frequencies(rope: RopeConfig, dim: int, context_length: int) -> Tens
             return _llama3(1.0 / inverse, scaling)
         case YarnScaling() as scaling:
             return _yarn(inverse, scaling, rope.theta)
+        case ProportionalScaling(head_dim, factor):
+            return 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / head_dim) / factor
         case LongScaling() as scaling:
             return 1.0 / (torch.tensor(scaling.factors(context_length)) * inverse)
 

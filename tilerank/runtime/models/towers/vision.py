@@ -21,9 +21,9 @@ from tilerank.parallel.norm import LayerNorm
 from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..media.qwen_vl import Preprocessing
-from ..protocol.errors import EngineError
-from ..step.model import Encoder
+from ...media.qwen_vl import Preprocessing
+from ...protocol.errors import EngineError
+from ...step.model import Encoder
 from .tower import ROW_UNIT, BlockNames, BlockShape, Grid, PackedLayout, TowerBlock, TowerMLP, cut_rows, pieces
 from .vision_config import VisionConfig
 
@@ -241,11 +241,11 @@ def patch_places(rows: slice, columns: int, merge: int) -> tuple[Tensor, Tensor]
     return row, column
 
 
-def angle_table(places: int, head_dim: int) -> Tensor:
+def angle_table(places: int, head_dim: int, theta: float = _THETA) -> Tensor:
     """Return [places, 2, head_dim / 4] float32, cosines and sines of rows or columns: half of the frequencies of a head
     follow the row of a patch, half its column."""
     half = head_dim // 2
-    frequencies = 1.0 / _THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
     angles = torch.outer(torch.arange(places).float(), frequencies)
     return torch.stack([angles.cos(), angles.sin()], 1)
 

@@ -20,10 +20,10 @@ from tilerank.parallel.norm import LayerNorm, RMSNorm
 from tilerank.parallel.parameters import FusedPlace, Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..media.gemma3 import Gemma3Settings, patches_of_token
-from ..protocol.errors import EngineError
-from ..step.model import Encoder
-from .text_config import MAX_WIDTH, read_heads
+from ...media.gemma3 import Gemma3Settings, patches_of_token
+from ...protocol.errors import EngineError
+from ...step.model import Encoder
+from ..text_config import MAX_WIDTH, read_heads
 from .tower import ROW_UNIT, BlockNames, BlockShape, Grid, PackedLayout, TowerBlock, cut_rows, pieces
 from .vision import patch_places
 

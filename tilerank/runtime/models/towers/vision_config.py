@@ -5,7 +5,7 @@ from math import isqrt
 
 from tilerank.loader.fields import Fields
 
-from .text_config import MAX_WIDTH, read_heads
+from ..text_config import MAX_WIDTH, read_heads
 
 _MAX_DEPTH = 1 << 10
 _MAX_SIDE = 1 << 10

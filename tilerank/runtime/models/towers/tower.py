@@ -7,7 +7,7 @@ medium. The bits of a row do not depend on how the rows are cut.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,13 +21,13 @@ from tilerank.kernels.linear import Activation
 from tilerank.kernels.packed_sequences import PackedSequences
 from tilerank.kernels.tower_ops import tanh_gate_
 from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from tilerank.parallel.norm import LayerNorm
+from tilerank.parallel.norm import LayerNorm, RMSNorm
 from tilerank.parallel.parameters import Layer, WholeParameter
 from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 from tilerank.parallel.stacked import QKVParallelLinear
 
-from .padded_heads import attention_scale, head_multiple
+from ..padded_heads import attention_scale, head_multiple
 
 ROW_UNIT = 32
 """Rows of the smallest task. Fewer would leave a tile of attention half empty."""
@@ -212,22 +212,33 @@ class TowerMLP(Layer):
         yield self._dimension, self.up.cut
 
 
-class TowerBlock(Layer):
-    """Attention and an MLP, each after a norm; the same bits on every rank."""
+class ComputedBlock(Layer):
+    """The computation of a block: attention and an MLP, each after a norm; the same bits on every rank.
 
-    def __init__(self, name: str, shape: BlockShape, names: BlockNames, sharding: Sharding) -> None:
+    mlp: x[t, hidden] -> a part of [t, hidden]. projections: of the MLP.
+    """
+
+    def __init__(
+        self,
+        norms: list[LayerNorm] | list[RMSNorm],
+        attention: TowerAttention,
+        mlp: Callable[[Tensor], Tensor],
+        shape: BlockShape,
+        projections: int,
+        sharding: Sharding,
+    ) -> None:
         hidden = shape.hidden
-        self.norms = [LayerNorm(f"{name}.{norm}", hidden, shape.eps, sharding) for norm in names.norms]
-        self.attention = TowerAttention(f"{name}.{names.attention}", shape, names, sharding)
-        up, down = (f"{name}.{projection}" for projection in names.mlp)
-        sizes = (hidden, shape.width, hidden)
-        self.mlp = TowerMLP((up, down), sizes, shape.activation, f"{shape.kind} MLP width", sharding)
-        self.gates = [WholeParameter(f"{name}.{gate}", (1,), sharding.dtype) for gate in names.gates]
+        self.norms = norms
+        self.attention, self.mlp = attention, mlp
         # The first block touches the memory of the queries, keys and values.
         self._projection_cost = 6 * hidden**2 + _FRESH * 3 * hidden * sharding.dtype.itemsize
-        self._rest_cost = 2 * hidden**2 + 4 * hidden * shape.width
+        self._rest_cost = 2 * hidden**2 + 2 * projections * hidden * shape.width
         self._pair_cost = 4 * hidden
         self._sharding = sharding
+
+    @abstractmethod
+    def finish(self, which: int, added: Tensor) -> Tensor:
+        """Return what is added to the rows, of the sum of every rank's output of attention (0) or the MLP (1)."""
 
     def tasks(self, x: Tensor, layout: RowLayout, limit: float) -> Iterator[float]:
         """Update x [t, hidden] in place. Each `next` first yields the operations of a task, at most `limit`, and the
@@ -247,8 +258,27 @@ class TowerBlock(Layer):
                 self._add(x, layout.numbers[rows], 1, self.mlp(self.norms[1](x[rows])))
 
     def _add(self, x: Tensor, numbers: Tensor, which: int, part: Tensor) -> None:
-        """Add the sum of every rank's output of attention (0) or the MLP (1) to rows of x."""
-        added = self._sharding.sum(part)
+        ops.add_rows_(x, numbers, self.finish(which, self._sharding.sum(part)))
+
+
+class TowerBlock(ComputedBlock):
+    """A block with LayerNorms and a plain MLP, either of whose sums may be gated."""
+
+    def __init__(self, name: str, shape: BlockShape, names: BlockNames, sharding: Sharding) -> None:
+        hidden = shape.hidden
+        up, down = (f"{name}.{projection}" for projection in names.mlp)
+        sizes = (hidden, shape.width, hidden)
+        super().__init__(
+            [LayerNorm(f"{name}.{norm}", hidden, shape.eps, sharding) for norm in names.norms],
+            TowerAttention(f"{name}.{names.attention}", shape, names, sharding),
+            TowerMLP((up, down), sizes, shape.activation, f"{shape.kind} MLP width", sharding),
+            shape,
+            2,
+            sharding,
+        )
+        self.gates = [WholeParameter(f"{name}.{gate}", (1,), sharding.dtype) for gate in names.gates]
+
+    def finish(self, which: int, added: Tensor) -> Tensor:
         if self.gates:
             tanh_gate_(added, self.gates[which].data)
-        ops.add_rows_(x, numbers, added)
+        return added

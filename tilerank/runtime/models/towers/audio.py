@@ -28,8 +28,8 @@ from tilerank.parallel.parameters import Layer, PackedParameter, PlainParameter
 from tilerank.parallel.shard import Cut, Span
 from tilerank.parallel.sharding import Sharding
 
-from ..media.qwen3_omni import CHUNK, CHUNK_STEPS, HOP, audio_tokens
-from .text_config import MAX_WIDTH, read_heads
+from ...media.qwen3_omni import CHUNK, CHUNK_STEPS, HOP, audio_tokens
+from ..text_config import MAX_WIDTH, read_heads
 from .tower import ROW_UNIT, BlockNames, BlockShape, PackedLayout, TowerBlock, TowerMLP, cut_rows
 
 _EPS = 1e-5

@@ -1,0 +1,305 @@
+"""The tower of pictures of Gemma 4: patches of a picture of any aspect, and a token for each square of them.
+
+    x = embed(patches) + by_column + by_row;  blocks;  mean of each square of patches * sqrt(hidden);  norm;  product
+
+    x += post_norm(attention(norm(x)));  x += post_norm(down(gelu(gate(norm(x))) * up(norm(x))))        a block
+
+Queries, keys and values are normalised, the scores are not scaled, and the halves of a head are rotated by the column
+and the row of a patch. The patches of a token follow each other, so that the mean is one of rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilerank.kernels import core, ops
+from tilerank.kernels.attention import store_kv
+from tilerank.kernels.heads import part_of_heads
+from tilerank.kernels.kv_pages import KVPages
+from tilerank.kernels.pictures import patches
+from tilerank.kernels.weight_formats import Float
+from tilerank.loader.fields import Fields
+from tilerank.parallel.linear import GateUpParallelLinear, Linear, RowParallelLinear
+from tilerank.parallel.norm import RMSNorm, WeightlessNorm
+from tilerank.parallel.parameters import Layer, PackedParameter, WholeParameter
+from tilerank.parallel.sharding import Sharding
+
+from ...media.gemma4 import Gemma4Settings, patches_of_token
+from ...protocol.errors import EngineError
+from ...step.model import Encoder
+from ..text_config import MAX_WIDTH, read_heads
+from .tower import (
+    ROW_UNIT,
+    BlockNames,
+    BlockShape,
+    ComputedBlock,
+    Grid,
+    PackedLayout,
+    RowLayout,
+    TowerAttention,
+    cut_rows,
+    pieces,
+)
+from .vision import angle_table, patch_places
+
+_MAX_LAYERS, _MAX_PLACES = 1 << 10, 1 << 16
+_PIXEL = 1000.0
+"""Operations that take as long as preprocessing a pixel."""
+_BLOCK = BlockNames(
+    norms=("input_layernorm", "pre_feedforward_layernorm"),
+    attention="self_attn",
+    qkv=("q_proj.linear", "k_proj.linear", "v_proj.linear"),
+    out="o_proj.linear",
+    mlp=("mlp", "mlp.down_proj.linear"),
+)
+_GATE_UP = ("gate_proj.linear", "up_proj.linear")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "position_embedding_size": 10240,
+    "rope_parameters": {"rope_theta": 100.0},
+}
+
+
+@dataclass(frozen=True)
+class Gemma4VisionConfig:
+    """The shape of the tower. patch: pixels of its side. pooled: patches of a side of a token. places: rows and columns
+    of patches that have a position. standardizes: tokens are shifted and scaled. out_hidden: columns of a token."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    width: int
+    layers: int
+    eps: float
+    patch: int
+    pooled: int
+    places: int
+    theta: float
+    standardizes: bool
+    out_hidden: int
+
+
+def read_vision_config(config: Fields, out_hidden: int) -> Gemma4VisionConfig:
+    """Read and check the fields of the tower. config: those of config.json. Raises ConfigError."""
+    c = config.object("vision_config").with_defaults(_DEFAULTS)
+    if c.text("hidden_activation") != "gelu_pytorch_tanh":
+        raise c.fail("hidden_activation", "'gelu_pytorch_tanh'")
+    for key in ("use_clipped_linears", "attention_bias"):
+        if c.flag(key):
+            raise c.fail(key, "false (not supported)")
+    hidden, heads, head_dim = read_heads(c, "hidden_size", "num_attention_heads")
+    if c.has("num_key_value_heads") and c.integer("num_key_value_heads", 1, heads) != heads:
+        raise c.fail("num_key_value_heads", f"the {heads} of num_attention_heads")
+    rope = c.object("rope_parameters")
+    if rope.has("rope_type") and rope.text("rope_type") not in ("default", "axial"):
+        raise rope.fail("rope_type", "'default' or 'axial'")
+    patch, pooled = patches_of_token(c)
+    return Gemma4VisionConfig(
+        hidden=hidden,
+        heads=heads,
+        head_dim=head_dim,
+        width=c.integer("intermediate_size", 1, MAX_WIDTH),
+        layers=c.integer("num_hidden_layers", 1, _MAX_LAYERS),
+        eps=c.number("rms_norm_eps", 0.0, 1.0),
+        patch=patch,
+        pooled=pooled,
+        places=c.integer("position_embedding_size", 1, _MAX_PLACES),
+        theta=rope.number("rope_theta", 1.0, 1e15),
+        standardizes=c.flag("standardize"),
+        out_hidden=out_hidden,
+    )
+
+
+class AxialLayout(PackedLayout):
+    """The patches of a picture: the halves of a head are rotated by the column and by the row."""
+
+    def __init__(self, columns: Tensor, rows: Tensor) -> None:
+        """columns, rows: [t, 2, head_dim / 4], cosines and sines of every patch."""
+        count = columns.shape[0]
+        super().__init__(torch.tensor([0, count], dtype=torch.int32), count)
+        self._angles = columns, rows
+
+    def rotate(self, q: Tensor, k: Tensor, rows: slice) -> None:
+        half = q.shape[2] // 2
+        for number, angles in enumerate(self._angles):
+            first = number * half
+            ops.rotary_(part_of_heads(q, first, half), part_of_heads(k, first, half), angles[rows])
+
+
+class NormedTowerAttention(TowerAttention):
+    """Attention with norms of queries, keys and values, whose scores are not scaled."""
+
+    def __init__(self, name: str, shape: BlockShape, names: BlockNames, sharding: Sharding) -> None:
+        super().__init__(name, shape, names, sharding)
+        self.q_norm = RMSNorm(f"{name}.q_norm", shape.head_dim, shape.eps, sharding)
+        self.k_norm = RMSNorm(f"{name}.k_norm", shape.head_dim, shape.eps, sharding)
+        self.v_norm = WeightlessNorm(shape.head_dim, shape.eps, sharding)
+        self.scale = 1.0
+
+    def project(self, x: Tensor, rows: slice, layout: RowLayout, pages: KVPages) -> Tensor:
+        q, k, v = self.qkv(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        layout.rotate(q, k, rows)
+        store_kv(k, self.v_norm(v), pages, layout.slots[rows])
+        return q
+
+
+class GatedTowerMLP(Layer):
+    """down(gelu(gate(x)) * up(x)), cut by its width: x[t, hidden] -> a part of [t, hidden]."""
+
+    def __init__(self, name: str, shape: BlockShape, names: BlockNames, sharding: Sharding) -> None:
+        up, down = (f"{name}.{part}" for part in names.mlp)
+        self.gate_up = GateUpParallelLinear(
+            up,
+            shape.hidden,
+            shape.width,
+            sharding,
+            projections=_GATE_UP,
+            activation="gelu_tanh_mul",
+            dimension=f"{shape.kind} MLP width",
+        )
+        self.down = RowParallelLinear(down, shape.width, shape.hidden, sharding, span=self.gate_up.span)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.gate_up(x))
+
+
+class NormedTowerBlock(ComputedBlock):
+    """A block with norms before and after attention and MLP."""
+
+    def __init__(self, name: str, shape: BlockShape, sharding: Sharding) -> None:
+        def norms(names: tuple[str, str]) -> list[RMSNorm]:
+            return [RMSNorm(f"{name}.{norm}", shape.hidden, shape.eps, sharding) for norm in names]
+
+        attention = NormedTowerAttention(f"{name}.{_BLOCK.attention}", shape, _BLOCK, sharding)
+        mlp = GatedTowerMLP(name, shape, _BLOCK, sharding)
+        super().__init__(norms(_BLOCK.norms), attention, mlp, shape, 3, sharding)
+        self.post_norms = norms(_POST_NORMS)
+
+    def finish(self, which: int, added: Tensor) -> Tensor:
+        return self.post_norms[which](added)
+
+
+class _PatchWeight(PackedParameter):
+    """A projection of patches, stored for values in the order (y, x, channel) and held for (channel, y, x)."""
+
+    def write(self, rows: Tensor, row: int) -> None:
+        side = int((self.k // 3) ** 0.5)
+        super().write(rows.view(-1, side, side, 3).permute(0, 3, 1, 2).flatten(1), row)
+
+
+class Gemma4Tower(Encoder):
+    """The encoder of Gemma 4. An encoding has one level.
+
+    settings: None if the model directory does not say how a picture becomes numbers; then nothing can be encoded.
+    whole_media: the tokens of a picture attend to all of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        projector: str,
+        c: Gemma4VisionConfig,
+        settings: Gemma4Settings | None,
+        sharding: Sharding,
+        *,
+        whole_media: bool,
+    ) -> None:
+        """name, projector: of both in the checkpoint."""
+        self.config, self._settings, self._dtype, self._ranks = c, settings, sharding.dtype, sharding.size
+        self.whole_tokens = settings.most if settings is not None and whole_media else 0
+        values = 3 * c.patch**2
+        self.embedding = Linear(c.hidden, values, Float(sharding.dtype), None)
+        self.embedding.weight = _PatchWeight(c.hidden, values, Float(sharding.dtype))
+        shape = (c.hidden, values)
+        self.embedding.weight.fill(f"{name}.patch_embedder.input_proj.weight", shape, *(slice(0, n) for n in shape))
+        table = (2, c.places, c.hidden)
+        self.positions = WholeParameter(f"{name}.patch_embedder.position_embedding_table", table, sharding.dtype)
+        block = BlockShape(c.hidden, c.heads, c.head_dim, c.width, c.eps, "gelu_tanh", bias=False, kind="vision")
+        self.blocks = [NormedTowerBlock(f"{name}.encoder.layers.{i}", block, sharding) for i in range(c.layers)]
+        parts = ("std_bias", "std_scale") if c.standardizes else ()
+        self.standard = [WholeParameter(f"{name}.{part}", (c.hidden,), torch.float32) for part in parts]
+        self.token_norm = WeightlessNorm(c.hidden, c.eps, sharding)
+        self.projection = Linear(c.out_hidden, c.hidden, Float(sharding.dtype), None)
+        whole = (c.out_hidden, c.hidden)
+        self.projection.weight.fill(f"{projector}.embedding_projection.weight", whole, *(slice(0, n) for n in whole))
+
+    def _tokens(self, grid: Grid) -> int:
+        return grid[1] * grid[2] // self.config.pooled**2
+
+    def shape(self, grid: Grid) -> tuple[int, int, int]:
+        return 1, self._tokens(grid), self.config.out_hidden
+
+    def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
+        rows = grid[1] * grid[2]
+        yield self.embedding, rows, 0
+        for block in self.blocks:
+            yield block, rows, rows**2
+        yield self.projection, self._tokens(grid), 0
+
+    def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
+        out = torch.empty(self.shape(grid), dtype=self._dtype)
+        yield from pieces(self._tasks(frames, grid, out[0], operations), operations)
+        yield out
+
+    def _tasks(self, frames: Tensor, grid: Grid, out: Tensor, limit: float) -> Iterator[float]:
+        """Write the encoding of a picture to out [tokens, out_hidden]. Tasks as in ComputedBlock."""
+        c = self.config
+        _, rows, columns = grid
+        if (most := max(rows, columns)) > c.places:
+            raise EngineError(f"encoding: expected at most {c.places} patches of a side, found {most}")
+        x = core.empty((rows * columns, c.hidden), self._dtype)
+        yield from self._embed(x, frames, grid, limit)
+        row, column = patch_places(slice(0, rows), columns, c.pooled)
+        angles = angle_table(most, c.head_dim, c.theta).to(self._dtype)
+        layout = AxialLayout(angles[column], angles[row])
+        for block in self.blocks:
+            yield from block.tasks(x, layout, limit)
+        tokens = x.view(-1, c.pooled**2, c.hidden)
+        for part, cost in cut_rows(len(tokens), self._ranks * 2 * c.hidden * c.out_hidden, limit, ROW_UNIT):
+            yield cost
+            out[part] = self._project(tokens[part])
+
+    def _embed(self, x: Tensor, frames: Tensor, grid: Grid, limit: float) -> Iterator[float]:
+        """Write the embeddings of all patches to x; each task is some rows of them. Every rank computes all."""
+        c = self.config
+        _, rows, columns = grid
+        row_cost = self._ranks * columns * c.patch**2 * (2 * 3 * c.hidden + _PIXEL)
+        by_column, by_row = self.positions.data
+        for band, cost in cut_rows(rows, row_cost, limit, c.pooled):
+            yield cost
+            row, column = patch_places(band, columns, c.pooled)
+            places = ops.add(ops.take_rows(by_column, column), ops.take_rows(by_row, row))
+            embedded = self.embedding.project(self._patches(frames, grid, band))
+            x[band.start * columns : band.stop * columns] = ops.add(embedded, places)
+
+    def _project(self, x: Tensor) -> Tensor:
+        """x: [n, patches of a token, hidden] -> [n, out_hidden]"""
+        means = ops.sum_parts(x.float().transpose(0, 1).contiguous())
+        ops.scale_(means, 1 / x.shape[1])
+        tokens = means.to(self._dtype).float() * self.config.hidden**0.5
+        if self.standard:
+            bias, scale = self.standard
+            tokens = (tokens - bias.data) * scale.data
+        return self.projection.project(self.token_norm(tokens.to(self._dtype)))
+
+    def _patches(self, frames: Tensor, grid: Grid, band: slice) -> Tensor:
+        if (s := self._settings) is None:
+            raise EngineError("encoding: expected a preprocessor_config.json in the model directory, found none")
+        p = s.preprocessing
+        return patches(
+            frames,
+            grid,
+            mean=p.mean,
+            std=p.std,
+            resample=p.resample,
+            dtype=self._dtype,
+            patch=p.patch,
+            merge=p.merge,
+            temporal=1,
+            band=band,
+        )
