@@ -122,8 +122,8 @@ def test_malformed_json(tmp_path: Path, content: bytes, sentence: str) -> None:
 
 def test_no_model_directory(tmp_path: Path) -> None:
     for model_dir, sentence in [
-        (tmp_path / "none", f"{tmp_path / 'none'}: expected a model directory, found nothing"),
-        (Path(__file__), f"{__file__}: expected a model directory, found a file"),
+        (tmp_path / "none", f"{tmp_path / 'none'}: expected a model directory or a GGUF file, found nothing"),
+        (Path(__file__), f'{__file__}: expected a GGUF file, found one that begins with b\'"""T\''),
         (tmp_path, f"{tmp_path / 'config.json'}: no such file"),
         (tmp_path / ("x" * 300), f"{tmp_path / ('x' * 300)}: cannot be read: File name too long"),
     ]:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tilerank.kernels.weight_formats import BlockInt8
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.encodings.packed_encoding import GPTQ, CompressedInts
 from tilerank.loader.errors import CheckpointError
-from tilerank.loader.packed_encoding import GPTQ, CompressedInts
 from tilerank.loader.quantization_config import Quantization, Scheme
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import load_weights

@@ -21,7 +21,7 @@ from .graph import Graph
 from .kv_pages import PAGE_TOKENS, KVPages
 from .linear import linear
 from .weight import Format
-from .weight_formats import BlockInt8, ChannelFp8, Float, Fp8, GroupInt8, Int4, Int4A8, Int8, Mxfp4, TokenInt8
+from .weight_formats import BlockInt8, ChannelFp8, Float, Fp8, Gguf, GroupInt8, Int4, Int4A8, Int8, Mxfp4, TokenInt8
 
 Rates = Mapping[str, Mapping[str, Sequence[float]]]
 """Operations per second by kind and candidate, one for each round. Candidates are in the order in which they are
@@ -42,6 +42,7 @@ _FORMATS: tuple[Format, ...] = (
     BlockInt8(128, 128),
     ChannelFp8(),
     GroupInt8(128),
+    *(Gguf(name, 32) for name in ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q5_0", "Q6_K", "Q8_0")),
 )
 KINDS = (*(form.layout.format for form in _FORMATS), "attention")
 """What is measured. fp32 is not: its products are the same on all rungs with AVX-512."""
@@ -142,8 +143,7 @@ def _trials() -> Iterator[tuple[str, list[_Trial]]]:
     """Yield every kind with its trials. Each is built when it is needed, so that its operands are in the cache."""
     random = torch.Generator().manual_seed(0)
     for form in _FORMATS:
-        weight = form.empty(_N, _K)
-        weight.write(torch.randn(_N, _K, generator=random))
+        weight = form.empty(_N, _K)  # zeros, which take the time of any other numbers
         rows = [torch.randn(m, _K, generator=random).to(form.activations) for m in _ROWS]
         yield form.layout.format, [_Trial(2 * len(x) * _N * _K, partial(linear, x, weight)) for x in rows]
     cache = KVPages.empty(_TOKENS // PAGE_TOKENS, _KV_HEADS, _HEAD_DIM, torch.bfloat16)

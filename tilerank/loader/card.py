@@ -1,5 +1,7 @@
 """The model card: what launching and serving ask of any model, whatever its family. Readable without torch.
 
+A model is a directory, or a GGUF file, which stands in for the directory's small files (files.py).
+
 A family reads its own fields of config.json in its file of runtime/models/.
 """
 
@@ -92,13 +94,13 @@ def read_card(model_dir: Path) -> ModelCard:
 
 def read_config_fields(model_dir: Path) -> Fields:
     """Return the fields of config.json, with those that its class adds (class_defaults.py). Raises ConfigError if
-    `model_dir` is no directory with such a file."""
+    `model_dir` is no directory with such a file, and no GGUF file."""
     try:
-        found = "a directory" if model_dir.is_dir() else "a file" if model_dir.exists() else "nothing"
+        exists = model_dir.exists()
     except OSError as failure:  # no permission to look, or a name too long
         raise ConfigError(f"{model_dir}: cannot be read: {failure.strerror}") from failure
-    if found != "a directory":
-        raise ConfigError(f"{model_dir}: expected a model directory, found {found}")
+    if not exists:
+        raise ConfigError(f"{model_dir}: expected a model directory or a GGUF file, found nothing")
     values = with_class_defaults(read_json_object(model_dir, "config.json", ConfigError))
     return Fields(model_dir / "config.json", values)
 

@@ -1,6 +1,7 @@
-"""The safetensors files of a model directory: their headers are checked before any data is read."""
+"""The tensors of a model directory's safetensors files, or of a GGUF file: headers are checked before data is read."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError
-from .files import model_file, show
+from .errors import CheckpointError, show
+from .files import model_file
+from .gguf.file import open_gguf
+from .gguf.names import NamedTensor, named_tensors
+from .gguf.parts import map_bytes, read_part
 from .headers import INDEX as INDEX
 from .headers import MAX_HEADER, listed_tensors
 from .headers import SINGLE as SINGLE
@@ -17,7 +21,8 @@ from .headers import SINGLE as SINGLE
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The file, dtype and shape of a stored tensor; `dtype` is the code of the safetensors format, such as BF16."""
+    """The file, dtype and shape of a stored tensor; `dtype` is the code of the safetensors format, such as BF16, or the
+    type of a GGUF file's blocks, such as Q4_K."""
 
     file: Path
     dtype: str
@@ -25,10 +30,12 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """model.safetensors, or the files that model.safetensors.index.json lists, each mapped once and read by slice.
+    """model.safetensors, the files that model.safetensors.index.json lists, or a GGUF file, each mapped once and read
+    by slice.
 
-    The constructor raises CheckpointError unless every header describes its file to the last byte (the safetensors
-    library checks this), the index and the files agree on every tensor, and all files lie inside the directory.
+    Tensors of a GGUF file have their names on the hub. The constructor raises CheckpointError unless every header
+    describes its file to the last byte (the safetensors library checks this), the index and the files agree on every
+    tensor, and all files lie inside the directory.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -36,6 +43,11 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = {}
         """By name, in storage order: file by file, by offset."""
         self._files: dict[Path, Any] = {}
+        self.gguf: Mapping[str, NamedTensor] = {}
+        """The tensors of a GGUF file, by name."""
+        if model_dir.is_file():
+            self._open_gguf()
+            return
         listed = listed_tensors(model_dir)
         for name in sorted(listed):
             self._open(model_file(model_dir, name, CheckpointError), listed[name])
@@ -43,7 +55,8 @@ class Checkpoint:
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Return the rectangle `index` of a tensor as a view of the mapped file, which is read when the view is used.
 
-        index: one slice of step 1 for each dimension, within the shape. The view's pages may be dropped
+        index: one slice of step 1 for each dimension, within the shape; columns of a tensor in blocks begin and end
+        with one, and their bytes are returned, [..., blocks, bytes of a block] uint8. The view's pages may be dropped
         (kernels.core.drop_pages); the view must not be written to. Raises CheckpointError for any other index.
         """
         info = self.info(name)
@@ -54,6 +67,8 @@ class Checkpoint:
         ):
             raise CheckpointError(f"{info.file}: tensor {name} of shape {list(info.shape)} has no rectangle {index}")
         handle = self._files[info.file]
+        if name in self.gguf:
+            return read_part(self.gguf[name], handle, index)
         # A tensor without dimensions has nothing to slice.
         view: torch.Tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
         return view
@@ -63,6 +78,13 @@ class Checkpoint:
         if name not in self.tensors:
             raise CheckpointError(f"{self.model_dir}: tensor {name} is in none of the checkpoint's files")
         return self.tensors[name]
+
+    def _open_gguf(self) -> None:
+        self.gguf = named_tensors(open_gguf(self.model_dir))
+        for name, one in self.gguf.items():
+            self.tensors[name] = TensorInfo(one.stored.file, one.stored.type.name, one.shape)
+            if one.stored.file not in self._files:
+                self._files[one.stored.file] = map_bytes(one.stored.file)
 
     def _open(self, path: Path, listed: set[str] | None) -> None:
         handle = map_file(path)

@@ -16,6 +16,12 @@ class TokenizerError(ValueError):
     """A tokenizer or chat template is missing, malformed, or cannot handle its input."""
 
 
+def show(value: object) -> str:
+    """Format a value from a file for an error sentence: short, on one line, in ASCII."""
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 @contextmanager
 def tokenizer_errors(what: str) -> Iterator[None]:
     """Turn the errors of the libraries that read tokenizers into TokenizerError.

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
-from .files import show
+from .errors import ConfigError, show
 
 
 class Fields:

@@ -1,23 +1,26 @@
-"""Readers of the small files of a model directory; all failures are raised as the caller's own error."""
+"""Readers of the small files of a model; all failures are raised as the caller's own error.
+
+A model is a directory, or a GGUF file, which stands in for some of these files (gguf/documents.py).
+"""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from .errors import CheckpointError, ConfigError, show
+from .gguf.documents import DOCUMENTS, document
+from .gguf.file import open_gguf
+
 # The largest such file in public use is a tokenizer.json of about 35 MB.
 MAX_BYTES = 1 << 28
 
 
-def show(value: object) -> str:
-    """Format a value from a file for an error sentence: short, on one line, in ASCII."""
-    text = ascii(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def is_listed(model_dir: Path, name: str) -> bool:
-    """Return whether a model directory has an entry `name`. A dangling symbolic link counts, so that an incomplete
-    download is refused when the file is read, instead of being treated as a model without that file."""
+    """Return whether a model has an entry `name`. A dangling symbolic link counts, so that an incomplete download is
+    refused when the file is read, instead of being treated as a model without that file."""
+    if model_dir.is_file():
+        return name in DOCUMENTS
     return os.path.lexists(model_dir / name)
 
 
@@ -48,6 +51,11 @@ def model_file(model_dir: Path, name: str, error: type[ValueError], folder: str 
 
 def read_bytes(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> bytes:
     """Return the content of a file (see model_file); raise `error` if it cannot be read or exceeds MAX_BYTES."""
+    if model_dir.is_file() and name in DOCUMENTS:
+        try:
+            return document(open_gguf(model_dir), name).encode()
+        except (CheckpointError, ConfigError) as failure:
+            raise error(str(failure)) from failure
     path = model_file(model_dir, name, error, folder)
     try:
         size = path.stat().st_size

@@ -1,12 +1,14 @@
-"""The safetensors files that a model directory lists, and what their headers say of tensors. No torch."""
+"""The safetensors files that a model directory lists, and what headers say of tensors. No torch."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError
-from .files import is_listed, model_file, read_json_object, show
+from .errors import CheckpointError, show
+from .files import is_listed, model_file, read_json_object
+from .gguf.file import open_gguf
+from .gguf.names import named_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,11 +57,17 @@ class StoredTensor:
 
 
 def stored_tensors(model_dir: Path) -> dict[str, StoredTensor] | None:
-    """Return what the headers say of every tensor, by name; None without a whole checkpoint.
+    """Return what the headers say of every tensor, by name, in a GGUF file by its name on the hub; None without a whole
+    checkpoint.
 
     A directory may hold config.json alone, for a plan. Files that are missing or damaged are no concern here, because
     `Checkpoint` refuses them before anything is loaded.
     """
+    if model_dir.is_file():
+        return {
+            name: StoredTensor(one.stored.type.name, one.shape, one.stored.file, one.begin, one.begin + one.nbytes)
+            for name, one in named_tensors(open_gguf(model_dir)).items()
+        }
     tensors: dict[str, StoredTensor] = {}
     try:
         for name in listed_tensors(model_dir):

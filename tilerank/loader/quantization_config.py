@@ -13,8 +13,8 @@ from typing import Literal
 
 from .errors import ConfigError
 
-Layout = Literal["awq", "gptq", "packed", "fp8", "int8", "mxfp4"]
-Codes = Literal["int8", "int4", "fp8", "mxfp4"]
+Layout = Literal["awq", "gptq", "packed", "fp8", "int8", "mxfp4", "gguf"]
+Codes = Literal["int8", "int4", "fp8", "mxfp4", "gguf"]
 ActivationBits = Literal[8, 16]
 
 INT4_GROUPS = (32, 64, 128)
@@ -56,7 +56,8 @@ class Scheme:
     awq: X.qweight, X.qzeros, X.scales, packed along the outputs in AWQ's own order. gptq: the same and X.g_idx, codes
     packed along the inputs. packed (compressed-tensors): X.weight_packed along the inputs, X.weight_scale, and
     X.weight_zero_point unless symmetric. fp8 (e4m3) and int8: X.weight, and its scales as X.weight_scale or
-    X.weight_scale_inv. mxfp4 (gpt-oss): X_blocks and X_scales, where X is the weight of all experts of a layer.
+    X.weight_scale_inv. mxfp4 (gpt-oss): X_blocks and X_scales, where X is the weight of all experts of a layer. gguf:
+    blocks of codes with their scales.
     """
 
     layout: Layout
@@ -69,10 +70,12 @@ class Scheme:
     """gptq: zero points are stored less one (its first format, which files without checkpoint_format have)."""
     act_order: bool = False
     """gptq: columns that share a scale lie anywhere (desc_act); X.g_idx says where."""
+    type: str = ""
+    """gguf: the type of the blocks, such as Q4_K."""
 
     @property
     def codes(self) -> Codes:
-        if self.layout in ("fp8", "mxfp4"):
+        if self.layout in ("fp8", "mxfp4", "gguf"):
             return self.layout
         return "int4" if self.bits == 4 else "int8"
 
@@ -82,7 +85,7 @@ class Scheme:
         return self.block[1]
 
     def __str__(self) -> str:
-        return f"{self.codes} ({self.layout})"
+        return f"{self.type or self.codes} ({self.layout})"
 
 
 MXFP4 = Scheme("mxfp4", 4, (1, 32))
@@ -154,7 +157,8 @@ def check_agreement(
         raise ConfigError(
             f"quantization: expected none, or {stored.scheme} as the checkpoint is quantised already, found {asked}"
         )
-    if (stored or asked) is not None and dtype == "float32":
+    is_gguf = stored is not None and stored.scheme.layout == "gguf"
+    if (stored or asked) is not None and dtype == "float32" and not is_gguf:
         raise ConfigError("dtype: expected bfloat16 with quantised weights, found float32")
     layout = (asked and asked.codes) if stored is None else stored.scheme.layout
     if activation_bits == 16 and layout == "int8":

@@ -11,13 +11,13 @@ from functools import cache
 
 from tilerank.parallel.parameters import Rectangle, WeightParameter
 
-from .byte_encoding import ByteEncoding
 from .checkpoint import Checkpoint
-from .mxfp4_encoding import Mxfp4Encoding
-from .packed_encoding import AWQ, GPTQ, CompressedInts
+from .encodings.byte_encoding import ByteEncoding
+from .encodings.mxfp4_encoding import Mxfp4Encoding
+from .encodings.packed_encoding import AWQ, GPTQ, CompressedInts
+from .encodings.weight_encoding import WeightEncoding
 from .quantization_config import Layout, QuantizationConfig, Scheme
 from .rectangle import Read, place_of, read_floats
-from .weight_encoding import WeightEncoding
 
 _ENCODINGS: dict[Layout, type[WeightEncoding]] = {
     "awq": AWQ,

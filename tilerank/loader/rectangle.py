@@ -15,6 +15,7 @@ from tilerank.parallel.parameters import FusedPlace, Parameter, Rectangle, Weigh
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
+from .gguf.block_types import BY_NAME
 from .padding import pad_loaded_weight
 
 FLOATS = ("BF16", "F16", "F32")
@@ -24,6 +25,7 @@ EXPONENTS = ("U8", "F8_E8M0")
 """The dtypes of scales that are powers of two (ue8m0)."""
 
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I32": 4, "U8": 1, "F8_E8M0": 1}
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class StoredRectangle:
     def elements(self) -> int:
         return prod(part.stop - part.start for part in self.index)
 
+    def nbytes(self, checkpoint: Checkpoint) -> int:
+        dtype = checkpoint.info(self.name).dtype
+        blocks = BY_NAME.get(dtype)
+        return self.elements * SIZES[dtype] if blocks is None else self.elements // blocks.block * blocks.nbytes
+
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise CheckpointError unless the tensor has this shape and one of these dtypes."""
         info = checkpoint.info(self.name)
@@ -56,6 +63,8 @@ class StoredRectangle:
 
     def check_finite(self, checkpoint: Checkpoint, values: Tensor) -> None:
         """Raise CheckpointError if the rectangle, read into `values`, holds NaN or infinity; integers never do."""
+        if self.dtypes[0] in BY_NAME and self.dtypes[0] not in FLOATS:
+            return  # blocks, whose scales are checked when they are taken apart
         if self.dtypes != ("U8",):  # codes
             values = scales_of(values)
         if values.dtype is torch.float8_e4m3fn:
@@ -97,7 +106,7 @@ class Read:
         return sum(stored.elements for stored in self.stored)
 
     def nbytes(self, checkpoint: Checkpoint) -> int:
-        return sum(stored.elements * SIZES[checkpoint.info(stored.name).dtype] for stored in self.stored)
+        return sum(stored.nbytes(checkpoint) for stored in self.stored)
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Transform and store the tensors that were read."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from .errors import TokenizerError
-from .files import is_listed, read_json_object, show
+from .errors import TokenizerError, show
+from .files import is_listed, read_json_object
 
 STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SURROGATES = re.compile("[\ud800-\udfff]")  # JSON can escape one alone, which is not Unicode text

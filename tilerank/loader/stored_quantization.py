@@ -13,6 +13,7 @@ The experts of a layer are if their weights X have X_blocks U8 and X_scales (mxf
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from .errors import ConfigError
@@ -46,6 +47,8 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
         return _settings(model_dir, config)
     if all(tensor.dtype in _FLOATS for tensor in tensors.values()):
         return None
+    if model_dir.is_file():
+        return _of_gguf(tensors)
     if experts := _expert_modules(tensors):
         method = None if config is None else str(config.values.get("quant_method"))
         says_so = method == MXFP4.layout
@@ -85,6 +88,17 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
     return QuantizationConfig(
         main, stored=stored, overrides=None if says_so else method, cache=None if found is None else found.cache
     )
+
+
+def _of_gguf(tensors: Mapping[str, StoredTensor]) -> QuantizationConfig:
+    """Return the types of the blocks of a GGUF file's weights; the main one is that of most values."""
+    stored, values = dict[str, Scheme](), Counter[Scheme]()
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            scheme = Scheme("gguf", type=tensor.dtype)
+            stored[name.removesuffix(".weight")] = scheme
+            values[scheme] += prod(tensor.shape)
+    return QuantizationConfig(values.most_common(1)[0][0], stored=stored)
 
 
 def _settings(model_dir: Path, config: Fields | None) -> QuantizationConfig | None:

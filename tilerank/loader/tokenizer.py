@@ -14,8 +14,7 @@ from tokenizers import processors
 
 from .chat.jinja import JinjaTemplate
 from .chat.template import REASONING_MARKS, ChatTemplate, ReasoningMarks, Segment
-from .errors import TokenizerError, tokenizer_errors
-from .files import show
+from .errors import TokenizerError, show, tokenizer_errors
 from .harmony.marks import CHANNEL, MARKS, TURN_ENDS
 from .harmony.template import HarmonyTemplate
 from .linear_time import is_linear, makes_longer

@@ -9,6 +9,7 @@ from tilerank.kernels.weight_formats import (
     ChannelFp8,
     Format,
     Fp8,
+    Gguf,
     GroupInt8,
     Int4,
     Int4A8,
@@ -16,6 +17,7 @@ from tilerank.kernels.weight_formats import (
     Mxfp4,
     TokenInt8,
 )
+from tilerank.kernels.weight_formats.gguf import GGUF_TYPES
 from tilerank.parallel.sharding import WeightFormats
 
 from .quantization_config import (
@@ -48,6 +50,8 @@ def weight_formats(
     `check_agreement` does.
     """
     check_agreement(stored, quantization, str(dtype).removeprefix("torch."), activation_bits)
+    if stored is not None and stored.scheme.layout == "gguf" and dtype is torch.float32:
+        return None  # as floats, without a rounding
     if stored is not None:
         config = stored
 
@@ -79,8 +83,10 @@ def stored_format(scheme: Scheme, activation_bits: ActivationBits = DEFAULT_ACTI
         return Fp8(rows, columns) if rows and columns else ChannelFp8() if rows else Fp8(*_FP8_BLOCK)
     if scheme.layout == "int8":
         return BlockInt8(rows, columns) if rows and columns else TokenInt8()
-    if scheme.layout == "mxfp4":
+    if scheme.layout == "mxfp4" or scheme.type == "MXFP4":
         return Mxfp4()
+    if scheme.layout == "gguf":
+        return Gguf(scheme.type, GGUF_TYPES[scheme.type].block)
     # Larger groups are held as several with the same scale, unless there is one alone.
     group = max(size for size in INT4_GROUPS if columns % size == 0) if columns else 0
     return (_INT4[activation_bits] if scheme.bits == 4 else GroupInt8)(group, zero_points=not scheme.symmetric)

@@ -15,6 +15,7 @@ from tilerank.parallel.parameters import Layer
 
 from .calibration import Calibration
 from .checkpoint import Checkpoint, some
+from .encodings.gguf_encoding import GGUFReads
 from .errors import CheckpointError
 from .progress_bar import ProgressBar
 from .quantization_config import QuantizationConfig
@@ -59,7 +60,11 @@ def load_weights(
     allocated or read, and for one that holds NaN, infinity or what its format cannot represent.
     """
     started = time.monotonic()
-    quantized = None if quantization is None else QuantizedCheckpoint(quantization, checkpoint)
+    quantized: GGUFReads | QuantizedCheckpoint | None = None
+    if checkpoint.gguf:
+        quantized = GGUFReads(checkpoint)
+    elif quantization is not None:
+        quantized = QuantizedCheckpoint(quantization, checkpoint)
     reads = _agreed(model, checkpoint, ignore, quantized, calibration)
     if calibration is not None:
         calibration.check_use(log_unknown=progress)
@@ -141,7 +146,7 @@ def _agreed(
     model: Layer,
     checkpoint: Checkpoint,
     ignore: Callable[[str], bool],
-    quantized: QuantizedCheckpoint | None,
+    quantized: GGUFReads | QuantizedCheckpoint | None,
     calibration: Calibration | None,
 ) -> list[Read]:
     """Return what this rank has to read, in storage order, once model and checkpoint are known to agree."""
@@ -176,7 +181,10 @@ def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _reads(
-    model: Layer, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None, calibration: Calibration | None
+    model: Layer,
+    checkpoint: Checkpoint,
+    quantized: GGUFReads | QuantizedCheckpoint | None,
+    calibration: Calibration | None,
 ) -> Iterator[Read]:
     for rectangle in model.rectangles():
         if quantized is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.weight_formats import BlockFormat, Float, Format, OutputScaledFormat
+from tilerank.kernels.weight_formats import BlockFormat, Float, Format, Gguf, OutputScaledFormat
 
 from .errors import ShardError
 from .shard import TILE, Cut, HeadCut, Span, Strategy, cut_even_padded, cut_heads, cut_uneven
@@ -250,6 +250,9 @@ def fit_blocks(stored: Format, row: int, column: int) -> tuple[Format, Sequence[
     if isinstance(stored, BlockFormat):
         blocks = gcd(stored.block_n, row), gcd(stored.block_k, column)
         return replace(stored, block_n=blocks[0], block_k=blocks[1]), blocks
+    if isinstance(stored, Gguf):
+        block = gcd(stored.block, column)
+        return replace(stored, block=block), [block]
     return stored, []
 
 

@@ -9,6 +9,8 @@ from .channel_fp8 import ChannelFp8 as ChannelFp8
 from .floats import FLOAT_LAYOUTS as FLOAT_LAYOUTS
 from .floats import Float as Float
 from .fp8 import Fp8 as Fp8
+from .gguf import GGUF_LAYOUTS as GGUF_LAYOUTS
+from .gguf import Gguf as Gguf
 from .group_int8 import GroupInt8 as GroupInt8
 from .int4 import Int4 as Int4
 from .int4_a8 import Int4A8 as Int4A8
@@ -29,5 +31,6 @@ LAYOUTS = (
     BlockInt8.layout,
     ChannelFp8.layout,
     GroupInt8.layout,
+    *GGUF_LAYOUTS.values(),
 )
 """The layouts of weights for which kernels are compiled."""

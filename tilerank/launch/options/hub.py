@@ -30,6 +30,9 @@ OTHER_FILES = ("*/*", "consolidated*")
 """Other layouts of the same weights, in folders or under the name that Mistral gives to its own layout."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OFFLINE = "HF_HUB_OFFLINE"
+_OTHER_GGUF = ("mmproj", "mtp-", "imatrix")
+"""Beginnings of the names of GGUF files that are no models."""
+_PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 
 
 def add_model_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -39,7 +42,7 @@ def add_model_argument(parser: argparse.ArgumentParser, nargs: str | None = None
         nargs=nargs,
         type=Path,
         metavar="MODEL",
-        help="a directory with a Hugging Face model, or an id on the hub such as Qwen/Qwen3-0.6B",
+        help="a directory with a Hugging Face model, a GGUF file, or an id on the hub such as Qwen/Qwen3-0.6B",
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of an id on the hub (default: main)")
 
@@ -52,12 +55,15 @@ def find_model(args: argparse.Namespace) -> None:
     """
     for name in ("model", "model_path"):
         given = getattr(args, name, None)
-        if given is None or given.is_dir():
+        if given is None or given.is_file():
+            continue
+        if given.is_dir():
+            setattr(args, name, _model_in(given))
             continue
         if _ID.fullmatch(str(given)) is None:
             raise LaunchError(
-                f"{given} is not a directory; expected one with a Hugging Face model, or an id on the hub such as "
-                "Qwen/Qwen3-0.6B"
+                f"{given} is not a directory; expected one with a Hugging Face model, a GGUF file, or an id on the hub "
+                "such as Qwen/Qwen3-0.6B"
             )
         setattr(args, name, download(str(given), args.revision))
         if getattr(args, "served_model_name", "") is None:
@@ -66,6 +72,19 @@ def find_model(args: argparse.Namespace) -> None:
         return
     if getattr(args, "revision", None) is not None:
         raise LaunchError("--revision is for an id on the hub; this model is a directory")
+
+
+def _model_in(directory: Path) -> Path:
+    """Return the GGUF file of a directory without a Hugging Face model; else the directory. LaunchError if it has the
+    files of several models."""
+    if os.path.lexists(directory / "config.json"):
+        return directory
+    files = [path for path in sorted(directory.glob("*.gguf")) if not path.name.startswith(_OTHER_GGUF)]
+    files = [path for path in files if not (part := _PART.search(path.name)) or int(part[1]) == 1]
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files[:5])
+        raise LaunchError(f"{directory} has several models: {names}; expected the path of one")
+    return files[0] if files else directory
 
 
 def download(model: str, revision: str | None) -> Path:

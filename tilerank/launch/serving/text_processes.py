@@ -12,7 +12,7 @@ import msgspec
 
 from tilerank.loader.chat.jinja import MAX_TEXT
 from tilerank.loader.chat.template import ReasoningStart, Rendered, Segment
-from tilerank.loader.files import show
+from tilerank.loader.errors import show
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.server.chat.text_encoder import (
     Cause,

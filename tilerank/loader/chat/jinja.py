@@ -21,8 +21,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import TokenizerError
-from ..files import is_listed, read_json_object, read_text, show
+from ..errors import TokenizerError, show
+from ..files import is_listed, read_json_object, read_text
 from ..vocabularies.table import usual_chat_template
 from .template import MISTRAL_THINK, ChatTemplate, ReasoningMarks, Rendered, Segment, thinking_after, thinking_inside
 

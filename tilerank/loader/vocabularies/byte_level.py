@@ -1,6 +1,7 @@
 """Byte-level byte-pair encoding: tokenizers whose tokens are strings of bytes."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
@@ -23,10 +24,13 @@ _CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
 def tokenizer_of(
-    vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], split: Split
+    vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], split: Split, *, ignore_merges: bool = False
 ) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a vocabulary in GPT-2's alphabet, and of its merges in order of priority."""
-    return _tokenizer(models.BPE(dict(vocabulary), list(merges)), split)
+    """Return the tokenizer of a vocabulary in GPT-2's alphabet, and of its merges in order of priority.
+
+    ignore_merges: a piece of text that is a token is not cut at all.
+    """
+    return _tokenizer(models.BPE(dict(vocabulary), list(merges), ignore_merges=ignore_merges), split)
 
 
 def tokenizer_of_ranks(ranks: Mapping[bytes, int], split: Split, first: Sequence[str] = ()) -> tokenizers.Tokenizer:
@@ -52,14 +56,11 @@ def _tokenizer(model: models.BPE, split: Split) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(model)
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    if split.pattern is None:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=split.add_prefix_space)
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=split.add_prefix_space, use_regex=False),
-            ]
-        )
+    splits: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns if pattern is not None
+    ]
+    usual = None in split.patterns
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=split.add_prefix_space, use_regex=usual))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits) if len(splits) > 1 else splits[0]
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

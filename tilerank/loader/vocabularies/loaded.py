@@ -7,8 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken
 
-from ..errors import TokenizerError
-from ..files import show
+from ..errors import TokenizerError, show
 
 _MAX_ID = 1 << 24
 

@@ -1,19 +1,19 @@
 """tokenizer.model, the format of SentencePiece: pieces with scores, for byte pairs or a unigram model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from ..errors import TokenizerError
-from ..files import read_bytes, show
+from ..errors import TokenizerError, show
+from ..files import read_bytes
 from ..special_tokens import read_described_tokens, read_tokenizer_config
 from .loaded import LoadedVocabulary, add_described
 
 NAME = "tokenizer.model"
-_SPACE = "▁"
+SPACE = "▁"
 # Piece.Type and TrainerSpec.ModelType of sentencepiece_model.proto.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _UNIGRAM, _BPE = 1, 2
@@ -65,13 +65,22 @@ def _model(where: Path, file: Any, pieces: Sequence[str]) -> models.Model:
         raise TokenizerError(f"{where}: model_type: expected 1 (unigram) or 2 (BPE), found {show(trainer.model_type)}")
     ids = {piece: id for id, piece in enumerate(pieces)}
     mergeable = {piece for piece, entry in zip(pieces, file.pieces, strict=True) if entry.type == _NORMAL}
-    merges = []
+    merges = merges_of(mergeable, ids, scores)
+    unknown = pieces[trainer.unk_id]
+    return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback)
+
+
+def merges_of(mergeable: Set[str], ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return the merges of pieces with scores: a piece is made of any two others, that with the best score first.
+
+    mergeable: the pieces that are made so. scores: by id.
+    """
+    merges: list[tuple[str, str]] = []
     for piece in sorted(mergeable, key=lambda piece: (-scores[ids[piece]], ids[piece])):
         halves = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
         pairs = [pair for pair in halves if pair[0] in mergeable and pair[1] in mergeable]
         merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    unknown = pieces[trainer.unk_id]
-    return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback)
+    return merges
 
 
 def _set_spaces(tokenizer: tokenizers.Tokenizer, spec: Any, config: dict[str, Any]) -> None:
@@ -86,14 +95,14 @@ def _set_spaces(tokenizer: tokenizers.Tokenizer, spec: Any, config: dict[str, An
     if is_llama:
         # As transformers: without `legacy` only the text begins with a space, else what follows a special token too.
         scheme = ("always" if config.get("legacy") is True else "first") if prefix else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
     else:
-        steps += [normalizers.Prepend(_SPACE)] if prefix else []
-        steps.append(normalizers.Replace(" ", _SPACE))
+        steps += [normalizers.Prepend(SPACE)] if prefix else []
+        steps.append(normalizers.Replace(" ", SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Sequence(
         [
-            decoders.Replace(_SPACE, " "),
+            decoders.Replace(SPACE, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
             *([decoders.Strip(" ", 1, 0)] if prefix else []),

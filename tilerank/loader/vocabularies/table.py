@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import TokenizerError
 from ..files import is_listed
-from . import llama3_model, sentencepiece_model, tekken, tiktoken_model, tokenizer_json, vocab_json
+from . import gguf_tokens, llama3_model, sentencepiece_model, tekken, tiktoken_model, tokenizer_json, vocab_json
 from .loaded import LoadedVocabulary
 
 
@@ -21,7 +21,9 @@ _READERS: dict[str, Callable[[Path], LoadedVocabulary]] = {
 
 
 def find_vocabulary(model_dir: Path) -> tuple[Path, Callable[[Path], LoadedVocabulary]]:
-    """Return the vocabulary file of a model directory, and its reader. Raises TokenizerError if there is none."""
+    """Return the vocabulary file of a model, and its reader. Raises TokenizerError if there is none."""
+    if model_dir.is_file():
+        return model_dir, gguf_tokens.read
     for name, read in _READERS.items():
         if is_listed(model_dir, name):
             return model_dir / name, read

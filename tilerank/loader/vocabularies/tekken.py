@@ -7,9 +7,9 @@ from typing import Any
 
 from tokenizers import AddedToken, processors
 
-from ..errors import ConfigError, TokenizerError
+from ..errors import ConfigError, TokenizerError, show
 from ..fields import Fields
-from ..files import read_json_object, show
+from ..files import read_json_object
 from .byte_level import tokenizer_of_ranks
 from .loaded import LoadedVocabulary
 from .splits import Split
@@ -44,7 +44,7 @@ def read(model_dir: Path) -> LoadedVocabulary:
     ranks = {_bytes(where, entry): rank for rank, entry in enumerate(vocabulary)}
     if len(ranks) < len(vocabulary):
         raise TokenizerError(f"{where}: vocab: expected every token once")
-    tokenizer = tokenizer_of_ranks(ranks, Split(pattern), special)
+    tokenizer = tokenizer_of_ranks(ranks, Split((pattern,)), special)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     names = {name: token for name, token in _NAMES.items() if token in special}
     if "<s>" in special:  # every text of these models begins with it

@@ -4,8 +4,8 @@ import binascii
 from base64 import b64decode
 from pathlib import Path
 
-from ..errors import TokenizerError
-from ..files import read_bytes, show
+from ..errors import TokenizerError, show
+from ..files import read_bytes
 from ..special_tokens import read_described_tokens
 from .byte_level import tokenizer_of_ranks
 from .loaded import LoadedVocabulary, add_described

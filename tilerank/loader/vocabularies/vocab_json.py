@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..errors import TokenizerError
-from ..files import read_json_object, read_text, show
+from ..errors import TokenizerError, show
+from ..files import read_json_object, read_text
 from ..special_tokens import read_described_tokens
 from .byte_level import tokenizer_of
 from .loaded import LoadedVocabulary, add_described

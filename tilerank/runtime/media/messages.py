@@ -5,7 +5,7 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tilerank.loader.files import show
+from tilerank.loader.errors import show
 
 from ..protocol.errors import MediaError
 

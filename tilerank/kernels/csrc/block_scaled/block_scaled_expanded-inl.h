@@ -2,7 +2,8 @@
 // namespace): a piece of a K-block is expanded once, in the L1 cache, for all panels, as a packed weight (pack.h) of
 // fp32, or of bf16 where that takes fewer instructions.
 
-constexpr int64_t kPartTiles = kPartUnits / kUnitsOfTile;
+template <class Format>
+constexpr int64_t kPartTiles = kPartUnits / kUnitsOfTile<Format>;
 
 template <class Format>
 using Expanded = std::conditional_t<ExpandsToBf16<typename Format::Line>, bf16, float>;
@@ -47,8 +48,8 @@ template <int R, class Format>
     Vec sums[R][V];
     NoPrefetch none;
     load_sums(begins ? nullptr : partial + kFirst * kLanes, sums);
-    for (int64_t unit = 0; unit < units; unit += kTileK) {
-      add_units<R, kFirst>(x + unit * R, weight + unit * kBlockN, kTileK, none, sums);
+    for (int64_t unit = 0; unit < units; unit += Format::kTileInputs) {
+      add_units<R, kFirst>(x + unit * R, weight + unit * kBlockN, Format::kTileInputs, none, sums);
     }
     ends ? scale.template add<kFirst>(sums, input_sums, totals) : store_sums(partial + kFirst * kLanes, sums);
   };
@@ -62,21 +63,21 @@ static void multiply_k_block(const BlockScaledRows& rows, Range chosen, const Fo
                              int64_t k_block, int64_t k, const char* next, BlockScaledScratch& work, float* totals) {
   const RowPanels<bf16>& panels = rows.panels;
   const int64_t first = k_block * weight.k_block_tiles;
-  const int64_t last = std::min(first + weight.k_block_tiles, blocks(k, kTileK));
+  const int64_t last = std::min(first + weight.k_block_tiles, blocks(k, Format::kTileInputs));
   const KBlockScale scale(weight, block, k_block);
   for (int64_t tile = first, end; tile < last; tile = end) {
-    end = std::min({last, tile + kPieceTiles, (tile / kPartTiles + 1) * kPartTiles});
+    end = std::min({last, tile + kPieceTiles, (tile / kPartTiles<Format> + 1) * kPartTiles<Format>});
     // The next piece is prefetched meanwhile.
     const int64_t ahead = (end < last ? weight.tile(block, end) : next) - weight.tile(block, tile);
     auto* const tiles = reinterpret_cast<Expanded<Format>*>(work.tiles);
     for (int64_t i = tile; i < end; ++i) {
-      expand_tile<Format>(weight.tile(block, i), ahead, tiles + (i - tile) * 2 * kTile);
+      expand_tile<Format>(weight.tile(block, i), ahead, tiles + (i - tile) * Format::kTileInputs * kBlockN);
     }
-    const int64_t units = (end - tile) * kUnitsOfTile;
+    const int64_t units = (end - tile) * kUnitsOfTile<Format>;
     for (int64_t panel = chosen.begin; panel < chosen.end; ++panel) {
       const int64_t row = panels.first_row(panel), to = (row - panels.first_row(chosen.begin)) * kBlockN;
       for_rows<Format::kMostRows>(panels.rows(panel), [&](auto r) {
-        multiply_piece<r>(panels.at(panel, tile * kUnitsOfTile), tiles, units, tile == first, end == last,
+        multiply_piece<r>(panels.at(panel, tile * kUnitsOfTile<Format>), tiles, units, tile == first, end == last,
                           work.partial + to, scale, rows.input_sums + k_block * panels.m + row, totals + to);
       });
     }
@@ -89,7 +90,7 @@ static void multiply_band_expanded(const BlockScaledRows& rows, Range chosen, co
                                    int64_t k, BlockScaledScratch& work) {
   const int64_t count = rows.panels.first_row(chosen.end) - rows.panels.first_row(chosen.begin);
   std::fill_n(work.totals, (band.end - band.begin) * count * kBlockN, 0.0f);
-  const int64_t step = std::max<int64_t>(1, kBandInputs / (weight.k_block_tiles * kTileK));
+  const int64_t step = std::max<int64_t>(1, kBandInputs / (weight.k_block_tiles * Format::kTileInputs));
   for (int64_t first = 0, last; first < weight.k_blocks; first = last) {
     last = std::min(first + step, weight.k_blocks);
     const auto k_block_at = [&](int64_t block, int64_t k_block) {

@@ -4,7 +4,10 @@
 // With AMX, expand() writes a tile as bf16 in the layout of pack.h. If `ahead` is given, it prefetches one line of it
 // before each line that it reads.
 //
-// In vectors, a Line is 64 bytes of values for kLanes outputs. pair<P>() returns its inputs 2 P and 2 P + 1, scaled by
+// kTileInputs: the inputs of a tile. kMayHaveMinimums: a K-block may add minimum() times the sum of its inputs.
+//
+// In vectors, a Line is the values of some inputs for kLanes outputs, usually of 64 bytes for all outputs of a tile.
+// Line(half, i, output) reads it from half of a tile. pair<P>() returns its inputs 2 P and 2 P + 1, scaled by
 // 2^-kExponent. kWaitsForMemory: with few rows, multiplying a line is faster than reading it. kMostRows: the most rows
 // of a panel, whose sums fill the registers that expanding leaves free. kFewRows: up to this number of rows,
 // BlockScaledRows reads a whole block of the weight per panel.
@@ -30,7 +33,7 @@ struct PackedValues {
 // A scale for each block of outputs and each K-block.
 struct BlockScales : PackedValues {
   using Weight = ByteCodesWeight;
-  static constexpr bool kMayHaveZeros = false;
+  static constexpr bool kMayHaveZeros = false, kMayHaveMinimums = false;
   const float* const scales;
 
   explicit BlockScales(const Weight& w) : PackedValues(w.values), scales(w.scales.as<const float>()) {}
@@ -49,7 +52,7 @@ static inline Vec load_scale(const uint8_t* at) { return powers_of_two(at); }
 template <class Scale, bool kZeros>
 struct OutputScales : PackedValues {
   using Weight = OutputScaledWeight;
-  static constexpr bool kMayHaveZeros = kZeros;
+  static constexpr bool kMayHaveZeros = kZeros, kMayHaveMinimums = false;
   const int64_t scale_blocks;
   const Scale* const scales;
   const int8_t* const zeros;
@@ -85,7 +88,7 @@ struct OutputScales : PackedValues {
 // Two codes in a byte. Codes says what they stand for.
 template <class Codes, class Scales>
 struct NibbleCodes : Scales {
-  static constexpr int64_t kPackedTile = 256;
+  static constexpr int64_t kTileInputs = kTileK, kPackedTile = 256;
   static constexpr int kExponent = Codes::kExponent;
   static constexpr bool kWaitsForMemory = false;
   static constexpr int kMostRows = kLanes == 16 ? 14 : 3;
@@ -119,6 +122,7 @@ struct NibbleCodes : Scales {
     Ints codes;
 
     explicit Line(const char* at) : codes(load_ints(at)) {}
+    Line(const char* half, int64_t i, int64_t output) : Line(half + i * 64 + output * 4) {}
 
     template <int P>
     Pair pair() const {
@@ -192,7 +196,7 @@ concept ExpandsToBf16 = requires(const Line& line) { line.template bf16_pairs<0>
 // A byte for each code. Codes expands codes.
 template <class Codes, class Scales>
 struct ByteCodes : Scales {
-  static constexpr int64_t kPackedTile = 512;
+  static constexpr int64_t kTileInputs = kTileK, kPackedTile = 512;
   static constexpr int kExponent = Codes::kExponent;
 #ifdef TR_BF16
   static constexpr bool kWaitsForMemory = true;
@@ -222,6 +226,7 @@ struct ByteCodes : Scales {
     BytesOfBf16 values;
 
     explicit Line(const char* at) : values(Codes()(load_ints(at))) {}
+    Line(const char* half, int64_t i, int64_t output) : Line(half + i * 64 + output * 4) {}
 
     template <int P>
     Pair pair() const {
@@ -266,6 +271,7 @@ struct HalvesLine {
     even = Codes::halves_of(shift_halves_left<8>(codes));
     odd = Codes::halves_of(codes);
   }
+  HalvesLine(const char* half, int64_t i, int64_t output) : HalvesLine(half + i * 64 + output * 4) {}
 
   template <int P>
   Pair pair() const {
@@ -327,6 +333,7 @@ struct Fp8Codes {
       high = _mm256_xor_si256(lookup(kTables.high, upper), lookup(kTables.subnormal_high, lower));
       high = _mm256_or_si256(high, _mm256_cmpeq_epi8(magnitudes, bytes(0x7f)));  // NaN
     }
+    Line(const char* half, int64_t i, int64_t output) : Line(half + i * 64 + output * 4) {}
 
     template <int P>
     Ints bf16_pairs() const {

@@ -1,7 +1,8 @@
 // The vector micro-kernels for block-scaled weights, compiled once per rung (no include guard; include after
 // block_scaled.h).
 //
-//   total += scale[b] * (sum(x * value) - zero[b] * sum(x)), one fused multiply-add per K-block b, in order of b
+//   total += scale[b] * (sum(x * value) - zero[b] * sum(x)), one fused multiply-add per K-block b, in order of b;
+//   total += minimum[b] * sum(x) follows in formats that have minimums
 //
 // The inner sum of a K-block starts from zero. One chain over all of k, of scaled values, would suffice in fp32 but not
 // for pairs of bf16, and with one row it costs another product per value. Panels multiply values as they are expanded.
@@ -14,7 +15,14 @@ namespace tilerank::TR_RUNG {
 
 constexpr bool kExpandsOnce = !kPaired<bf16>;  // for many rows
 
-// Rows packed as panels, and the sums of their inputs over every K-block, which only weights with zeros need. `few`: so
+// Whether a weight takes the sums of the inputs of its K-blocks.
+template <class Format>
+static bool takes_input_sums(const Format& weight) {
+  if constexpr (Format::kMayHaveMinimums) return weight.has_zeros() || weight.has_minimums();
+  return weight.has_zeros();
+}
+
+// Rows packed as panels, and the sums of their inputs over every K-block for weights that take them. `few`: so
 // few rows that a whole block of the weight is read for each panel in turn.
 class BlockScaledRows {
  public:
@@ -34,8 +42,8 @@ class BlockScaledRows {
   template <class Format, class Row>
   void pack(const Row& row, const Format& weight, const Team& team) const {
     panels.pack(row, team);
-    if (!weight.has_zeros()) return;
-    const int64_t inputs = weight.k_block_tiles * kTileK;
+    if (!takes_input_sums(weight)) return;
+    const int64_t inputs = weight.k_block_tiles * Format::kTileInputs;
     const Range own = team.share(panels.m);
     for (int64_t i = own.begin; i < own.end; ++i) {
       for (int64_t k_block = 0; k_block < weight.k_blocks; ++k_block) {
@@ -52,7 +60,7 @@ class BlockScaledRows {
   // The units of a part of k: whole K-blocks, unless pieces are expanded.
   template <class Format>
   static int64_t part_of(const Format& weight) {
-    const int64_t k_block = weight.k_block_tiles * units_of<bf16>(kTileK);
+    const int64_t k_block = weight.k_block_tiles * units_of<bf16>(Format::kTileInputs);
     return kExpandsOnce ? kPartUnits : std::max<int64_t>(kPartUnits / k_block, 1) * k_block;
   }
   static int64_t padded(int64_t k) { return blocks(k, kTileK) * kTileK; }
@@ -76,6 +84,10 @@ class KBlockScale {
       scales_[v] = weight.scale(block, k_block, v) * set(kUnit);
       if (has_zeros_) less_[v] = weight.negative_zero(block, k_block, v);
     }
+    if constexpr (Format::kMayHaveMinimums) {
+      has_minimums_ = weight.has_minimums();
+      for (int v = 0; v < kVecs && has_minimums_; ++v) minimums_[v] = weight.minimum(block, k_block, v);
+    }
   }
 
   // totals[R][32] += the sums of R rows, V vectors of them from vector kFirst on
@@ -96,17 +108,32 @@ class KBlockScale {
         store(to, fma(sums[r][v], scales_[kFirst + v], load(to)));
       }
     }
+    if constexpr (Format::kMayHaveMinimums) {
+      if (!has_minimums_) return;
+#pragma GCC unroll 14
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          float* const to = totals + r * kBlockN + (kFirst + v) * kLanes;
+          store(to, fma(minimums_[kFirst + v], set(input_sums[r]), load(to)));
+        }
+      }
+    }
   }
 
  private:
   static constexpr int kExponent = Format::kExponent;
   static constexpr float kUnit = kExponent < 0 ? 1.0f / (1 << -kExponent) : 1 << kExponent;
 
+  struct None {};
   const bool has_zeros_;
+  bool has_minimums_ = false;
   Vec scales_[kVecs], less_[kVecs];
+  std::conditional_t<Format::kMayHaveMinimums, Vec[kVecs], None> minimums_;
 };
 
-constexpr int64_t kUnitsOfTile = units_of<bf16>(kTileK);
+template <class Format>
+constexpr int64_t kUnitsOfTile = units_of<bf16>(Format::kTileInputs);
 
 // Whether to read lines in the order of memory. It pays only if expanding a line is faster than reading it.
 template <int R, class Format>
@@ -124,7 +151,7 @@ template <int R, class Format>
       for (int v = 0; v < kVecs / 2; ++v) {
         const Line line(tile + v * kLanes * 4);
         [&]<int... P>(std::integer_sequence<int, P...>) {
-          (add_pair<R>(x + (i * Line::kInputs + 2 * P) * kUnitsOfTile / kTileK * R, line.template pair<P>(),
+          (add_pair<R>(x + (i * Line::kInputs + 2 * P) * kUnitsOfTile<Format> / kTileK * R, line.template pair<P>(),
                        half * kVecs / 2 + v, sums),
            ...);
         }(std::make_integer_sequence<int, Line::kInputs / 2>{});
@@ -149,18 +176,23 @@ constexpr int kLinesAtOnce = kLanes == 16 ? 1 : 8;
 template <class Format, class F>
 [[gnu::always_inline]] static inline void for_pairs(const char* tile, int64_t ahead, const F& f) {
   using Line = typename Format::Line;
+  constexpr int64_t kLines = Format::kTileInputs / Line::kInputs, kCacheLines = (Format::kPackedTile + 63) / 64;
 #pragma GCC unroll kLinesAtOnce
-  for (int64_t i = 0; i < kTileK / Line::kInputs; ++i) {
+  for (int64_t i = 0; i < kLines; ++i) {
     const auto line = [&](int v) {
-      const char* const at = tile + v * kLanes / kHalfN * Format::kPackedTile + i * 64;
-      if (v * kLanes % kHalfN == 0) _mm_prefetch(at + ahead, _MM_HINT_T0);
-      return Line(at + v * kLanes % kHalfN * 4);
+      const char* const half = tile + v * kLanes / kHalfN * Format::kPackedTile;
+      if (v * kLanes % kHalfN == 0) {
+        for (int64_t j = i * kCacheLines / kLines; j < (i + 1) * kCacheLines / kLines; ++j) {
+          _mm_prefetch(half + j * 64 + ahead, _MM_HINT_T0);
+        }
+      }
+      return Line(half, i, v * kLanes % kHalfN);
     };
     const auto lines = [&]<int... V>(std::integer_sequence<int, V...>) {
       return std::array<Line, kVecs>{line(V)...};
     }(std::make_integer_sequence<int, kVecs>{});
     [&]<int... P>(std::integer_sequence<int, P...>) {
-      (f((i * Line::kInputs + 2 * P) * kUnitsOfTile / kTileK, pairs_of<P>(lines)), ...);
+      (f((i * Line::kInputs + 2 * P) * kUnitsOfTile<Format> / Format::kTileInputs, pairs_of<P>(lines)), ...);
     }(std::make_integer_sequence<int, Line::kInputs / 2>{});
   }
 }
@@ -187,7 +219,7 @@ template <int R, class Format>
                                                       const float* input_sums, float* totals) {
   Vec sums[R][kVecs];
   load_sums<R>(nullptr, sums);
-  for (int64_t i = 0; i < tiles; ++i, tile += 2 * Format::kPackedTile, x += R * kUnitsOfTile) {
+  for (int64_t i = 0; i < tiles; ++i, tile += 2 * Format::kPackedTile, x += R * kUnitsOfTile<Format>) {
     add_codes<R, Format>(x, tile, ahead, sums);
   }
   scale.add(sums, input_sums, totals);
@@ -210,7 +242,7 @@ template <int R, class Format>
 static inline void add_two_k_blocks(const Unit<bf16>* x, const char* tile, int64_t tiles, int64_t ahead,
                                     const KBlockScale<Format>& scale, const KBlockScale<Format>& next_scale,
                                     const float* input_sums, int64_t m, float* totals) {
-  constexpr int64_t kBytes = 2 * Format::kPackedTile, kInputs = R * kUnitsOfTile;
+  constexpr int64_t kBytes = 2 * Format::kPackedTile, kInputs = R * kUnitsOfTile<Format>;
   Vec sums[R][kVecs], next_sums[R][kVecs];
   load_sums<R>(nullptr, sums);
   load_sums<R>(nullptr, next_sums);
@@ -237,10 +269,10 @@ template <int R, class Format>
                                              int64_t block, Range k_blocks, int64_t k, PanelPrefetch requests,
                                              float* totals) {
   const int64_t first = k_blocks.begin * weight.k_block_tiles, m = rows.panels.m;
-  const Unit<bf16>* x = rows.panels.at(panel, first * kUnitsOfTile);
+  const Unit<bf16>* x = rows.panels.at(panel, first * kUnitsOfTile<Format>);
   const float* input_sums = rows.input_sums + k_blocks.begin * m + rows.panels.first_row(panel);
   const char* tile = weight.tile(block, first);
-  int64_t left = blocks(k, kTileK) - first;
+  int64_t left = blocks(k, Format::kTileInputs) - first;
   for (int64_t k_block = k_blocks.begin; k_block < k_blocks.end; ++k_block, input_sums += m) {
     const int64_t tiles = std::min(weight.k_block_tiles, left), ahead = requests.at(k_block);
     const KBlockScale scale(weight, block, k_block);
@@ -250,7 +282,8 @@ template <int R, class Format>
         const KBlockScale next_scale(weight, block, ++k_block);
         weight.fetch_scales(block, k_block + 8);
         add_two_k_blocks<R>(x, tile, tiles, ahead, scale, next_scale, input_sums, m, totals);
-        left -= 2 * tiles, tile += 4 * tiles * Format::kPackedTile, x += 2 * tiles * R * kUnitsOfTile, input_sums += m;
+        left -= 2 * tiles, tile += 4 * tiles * Format::kPackedTile, x += 2 * tiles * R * kUnitsOfTile<Format>,
+            input_sums += m;
         continue;
       }
     }
@@ -259,7 +292,7 @@ template <int R, class Format>
     } else {
       add_k_block_apart<R>(x, tile, tiles, ahead, scale, input_sums, totals);
     }
-    left -= tiles, tile += tiles * 2 * Format::kPackedTile, x += tiles * R * kUnitsOfTile;
+    left -= tiles, tile += tiles * 2 * Format::kPackedTile, x += tiles * R * kUnitsOfTile<Format>;
   }
 }
 
@@ -288,7 +321,7 @@ static void multiply_band_of_codes(const BlockScaledRows& rows, Range chosen, co
   const RowPanels<bf16>& panels = rows.panels;
   const int64_t first_row = panels.first_row(chosen.begin), count = panels.first_row(chosen.end) - first_row;
   std::fill_n(work.totals, (band.end - band.begin) * count * kBlockN, 0.0f);
-  const int64_t step = rows.few ? weight.k_blocks : panels.part / (weight.k_block_tiles * kUnitsOfTile);
+  const int64_t step = rows.few ? weight.k_blocks : panels.part / (weight.k_block_tiles * kUnitsOfTile<Format>);
   const auto k_block_at = [&](int64_t block, int64_t k_block) {
     return weight.tile(block, k_block * weight.k_block_tiles);
   };

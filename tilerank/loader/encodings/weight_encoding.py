@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tilerank.parallel.parameters import Rectangle, WeightParameter
 
-from .checkpoint import Checkpoint
-from .errors import CheckpointError
-from .quantization_config import Scheme
-from .rectangle import Read, read_floats
+from ..checkpoint import Checkpoint
+from ..errors import CheckpointError
+from ..quantization_config import Scheme
+from ..rectangle import Read, read_floats
 
 
 class WeightEncoding(ABC):

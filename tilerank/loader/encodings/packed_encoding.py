@@ -17,7 +17,7 @@ from tilerank.kernels.weight_formats import OutputScaledFormat
 from tilerank.kernels.weight_formats.output_scaled import OutputScaledWeight
 from tilerank.parallel.parameters import Rectangle, WeightParameter
 
-from .rectangle import FLOATS, Read, StoredRectangle
+from ..rectangle import FLOATS, Read, StoredRectangle
 from .weight_encoding import WeightEncoding, module_of, repeated, unless_empty, whole, write_codes
 
 _ONES = {4: 0x11111111, 8: 0x01010101}

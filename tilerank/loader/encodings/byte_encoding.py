@@ -16,7 +16,7 @@ from tilerank.kernels.weight_formats.int8 import Int8Weight
 from tilerank.kernels.weight_formats.output_scaled import OutputScaledWeight
 from tilerank.parallel.parameters import Rectangle, WeightParameter
 
-from .rectangle import EXPONENTS, FLOATS, Read, StoredRectangle, place_of, read_floats, scales_of
+from ..rectangle import EXPONENTS, FLOATS, Read, StoredRectangle, place_of, read_floats, scales_of
 from .weight_encoding import WeightEncoding, module_of, repeated, unless_empty, whole, write_codes
 
 _DTYPES = {"fp8": "F8_E4M3", "int8": "I8"}

@@ -13,7 +13,7 @@ from tilerank.kernels.reference.weight_formats import E2M1
 from tilerank.kernels.weight_formats.mxfp4 import Mxfp4Weight
 from tilerank.parallel.parameters import FusedPlace, Rectangle, WeightParameter
 
-from .rectangle import EXPONENTS, Read, StoredRectangle, scales_of
+from ..rectangle import EXPONENTS, Read, StoredRectangle, scales_of
 from .weight_encoding import WeightEncoding, whole, write_codes
 
 _BLOCK = 32  # columns

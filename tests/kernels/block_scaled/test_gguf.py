@@ -1,0 +1,99 @@
+"""Products, experts and look-ups with weights in the block formats of GGUF, on every rung."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.loader.gguf_files import TYPES, random_blocks
+from tilerank.kernels import core
+from tilerank.kernels.linear import linear
+from tilerank.kernels.moe import moe
+from tilerank.kernels.packed_experts import PackedExperts
+from tilerank.kernels.weight_formats import Gguf
+from tilerank.kernels.weight_formats.gguf import GGUF_TYPES, GgufWeight
+from tilerank.loader.gguf.blocks import decode, dequantise
+
+N, K = 70, 512
+
+
+def blocks_of(kind: str, n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the blocks of a weight[n, K], and its values."""
+    data = random_blocks(kind, n, K, np.random.default_rng(seed))
+    blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(n, K // _block(kind), -1)
+    return blocks, dequantise(kind, blocks)
+
+
+def _block(kind: str) -> int:
+    return GGUF_TYPES[kind].block
+
+
+def write(weight: GgufWeight, blocks: Tensor, first: int = 0, row: int = 0) -> None:
+    """Write the columns from `first` on, a multiple of the weight's block."""
+    kind, held = weight.format.type, weight.format.block
+    found, parts = decode(kind, blocks), GGUF_TYPES[kind]
+    at = torch.arange(first, first + weight.k, held) // parts.block
+    groups = slice(first // parts.group, (first + weight.k) // parts.group)
+    weight.write_codes(found.codes[:, first : first + weight.k], row)
+    weight.write_scales(
+        row,
+        found.scales[:, at],
+        None if found.subscales is None else found.subscales[:, groups],
+        None if found.minimums is None else found.minimums[:, at],
+        None if found.subminimums is None else found.subminimums[:, groups],
+    )
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_products_and_rows_have_the_values_of_the_file(rung: str, kind: str) -> None:
+    blocks, values = blocks_of(kind, N, seed=1)
+    weight = Gguf(kind, _block(kind)).empty(N, K)
+    write(weight, blocks)
+    assert torch.equal(weight.unpack(), values)
+    x = torch.randn(40, K, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    exact, sizes = x.double() @ values.double().T, x.double().abs() @ values.double().abs().T
+    whole = linear(x, weight, out_dtype=torch.float32)
+    assert ((whole - exact).abs() <= 3e-6 * sizes).all()
+    for m in (1, 3, 9):
+        assert torch.equal(linear(x[:m], weight, out_dtype=torch.float32), whole[:m])
+    ids = torch.tensor([5, 0, 69, 70])
+    expected = torch.cat([values[[5, 0, 69]].to(torch.bfloat16), torch.zeros(1, K, dtype=torch.bfloat16)])
+    assert torch.equal(weight.embedding(ids), expected)
+    part = Gguf(kind, 64 if _block(kind) > 64 else 32).empty(N, 192)  # inside a block of 256
+    write(part, blocks, 64)
+    assert torch.equal(part.unpack(), values[:, 64:256])
+    of_part = linear(x[:2, 64:256].contiguous(), part, out_dtype=torch.float32)
+    assert ((of_part - x[:2, 64:256].double() @ values[:, 64:256].double().T).abs() <= 3e-6 * sizes[:2]).all()
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_experts_are_the_same_products(kind: str) -> None:
+    experts, width = 2, 256
+    gate_up = PackedExperts.empty(experts, width, K, Gguf(kind, _block(kind)), parts=2)
+    down = PackedExperts.empty(experts, K, width, Gguf(kind, _block(kind)))
+    values: list[list[Tensor]] = [[], [], []]
+    for expert in range(experts):
+        for part in range(2):
+            blocks, found = blocks_of(kind, width, 10 * expert + part)
+            write(gate_up.part(expert, part), blocks)  # type: ignore[arg-type]
+            values[part].append(found)
+        blocks, found = blocks_of(kind, K, 10 * expert + 2)
+        write(down.part(expert), blocks[:, : width // _block(kind)])  # type: ignore[arg-type]
+        values[2].append(found[:, :width])
+    x = torch.randn(6, K, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    ids = torch.tensor([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0], [0, 1]], dtype=torch.int32)
+    weights = torch.full((6, 2), 0.5)
+    found = moe(x, gate_up, down, ids, weights)
+    expected = torch.zeros(6, K)
+    for row in range(6):
+        for chosen in ids[row].tolist():
+            gate, up = (x[row].float() @ values[part][chosen].T for part in (0, 1))
+            middle = (torch.nn.functional.silu(gate) * up).to(torch.bfloat16)
+            expected[row] += 0.5 * (middle.float() @ values[2][chosen].T)
+    assert (found.float() - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+def test_bytes_in_memory_are_those_of_the_file() -> None:
+    for kind, (_, values, nbytes) in TYPES.items():
+        if kind in GGUF_TYPES and core.isa() != "reference":
+            assert Gguf(kind, _block(kind)).nbytes(4096, 4096) <= 1.05 * 4096 * 4096 / values * nbytes, kind

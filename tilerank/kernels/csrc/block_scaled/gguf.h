@@ -1,0 +1,51 @@
+// The memory layout of weights in the block formats of GGUF files, the same for every compiled rung.
+//
+//   values: u8 [n / 32][groups][1][2][bytes of a tile of 16 outputs x one group of inputs]
+//     4 bits and 8 bits, in groups of 32: as int4 and int8 of block_scaled.h; nibbles are codes from 0 to 15
+//     5 bits, in groups of 32: the tile of the lower 4 bits, then a byte for each output and 8 inputs: bit i of input i
+//     6 bits, in groups of 16: the same with two bytes, 2 bits for each input
+//     2 and 3 bits, in groups of 16: two bytes for each output and 8 inputs, 2 bits for each input; then, of 3 bits, a
+//                                  byte of the third bits
+//     Runs of 8 inputs follow one another: nibbles [runs][16][4 bytes], others [runs][16][2 or 1 bytes].
+//   scales: f16 [n / 32][blocks][1 or 2][32 outputs]: the scales, and the minimums of formats that have some
+//   subscales: i8 [n / 32][blocks][groups of a block][1 or 2][32 outputs]: the same of groups; none: a block is a
+//   group.
+//              Of 2 bits both are in one byte, the subscale in the low nibble
+//
+// value = scale * subscale * (code - middle) + minimum * subminimum, where middle is half of the codes if there are no
+// minimums, else 0. Codes of IQ4 stand for the numbers of a table instead.
+#pragma once
+#include "block_scaled/block_scaled.h"
+
+namespace tilerank {
+
+struct GgufWeight {
+  static constexpr const char* kFields = "values scales subscales";
+  Tensor values, scales, subscales;
+
+  GgufWeight from(int64_t block) const { return {values.from(block), scales.from(block), subscales.from(block)}; }
+
+  bool has_minimums() const { return scales.size[2] == 2; }
+  int64_t groups() const { return subscales ? subscales.size[2] : 1; }  // of a block
+};
+
+// What the codes of IQ4_NL and IQ4_XS stand for.
+alignas(16) inline constexpr int8_t kIq4Numbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                       1,    13,   25,  38,  53,  69,  89,  113};
+
+// The planes of codes of `kBits`: nibbles, pairs of bits and single bits.
+template <int kBits>
+struct CodePlanes {
+  static constexpr bool kNibbles = kBits >= 4, kPairs = kBits == 2 || kBits == 3 || kBits == 6;
+  static constexpr bool kSingles = kBits == 3 || kBits == 5;
+  static constexpr int64_t kInputs = kBits == 4 || kBits == 5 ? 32 : 16;  // of a group
+  static constexpr int64_t kRuns = kInputs / 8;
+  static constexpr int64_t kPairsAt = kNibbles ? kRuns * 64 : 0;
+  static constexpr int64_t kSinglesAt = kPairsAt + (kPairs ? kRuns * 32 : 0);
+  static constexpr int64_t kBytes = kSinglesAt + (kSingles ? kRuns * 16 : 0);
+};
+
+// The place of input i of a run among the nibbles of its word, which are in the order of NibbleCodes.
+constexpr int nibble_shift(int input) { return input % 2 * 16 + input / 2 * 4; }
+
+}  // namespace tilerank

@@ -1,0 +1,91 @@
+"""The small files of a model directory that a GGUF file stands in for, made from its metadata. No torch."""
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from .architectures import architecture_of
+from .file import GGUFFile
+
+_TOKENS = "tokenizer.ggml."
+_CONTROL, _USER_DEFINED = 3, 4
+_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+_LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+"""Ids that files of pieces with scores may leave out."""
+_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+    *("<|end_of_text|>", "<eos>", "<turn|>", "<|tool_response>", "[e~[", "<｜end▁of▁sentence｜>"),
+)
+"""Tokens that end an answer wherever they are, because files name only one or two of a model's."""
+_GLM_ENDS = ("<|user|>", "<|observation|>")
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+"""Splits of vocabularies whose texts begin with bos_token unless a key says otherwise."""
+
+
+def _config(gguf: GGUFFile) -> dict[str, Any]:
+    return {key: value for key, value in architecture_of(gguf).config(gguf).items() if value is not None}
+
+
+def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
+    fields, tokens = gguf.fields(_TOKENS), gguf.texts(f"{_TOKENS}tokens")
+    types = gguf.numbers(f"{_TOKENS}token_type") if gguf.has_items(f"{_TOKENS}token_type") else []
+    named = [fields.values.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    texts = {*_ENDS, *(_GLM_ENDS if gguf.architecture.startswith("glm") else ())}
+    if "<|channel|>" in tokens:  # harmony: the end of a message, of which an answer has several
+        texts.remove("<|end|>")
+    by_text = [id for id, token in enumerate(tokens) if token in texts]
+    by_text = [id for id in by_text if not types or types[id] in (_CONTROL, _USER_DEFINED)]
+    if fields.values.get("model") == "llama" and named[0] is None:
+        named[0] = _LLAMA_IDS["eos_token"]
+    ids = [id for id in (*named, *by_text) if type(id) is int and id < len(tokens)]
+    sampling = gguf.fields("general.sampling.")
+    advised = {name: sampling.values[key] for key, name in _SAMPLING.items() if sampling.has(key)}
+    begin = fields.values.get("bos_token_id")
+    known = {"bos_token_id": begin} if type(begin) is int and 0 <= begin < len(tokens) else {}
+    return {"eos_token_id": list(dict.fromkeys(ids))} | known | advised
+
+
+def _tokenizer_config(gguf: GGUFFile) -> dict[str, Any]:
+    fields, tokens = gguf.fields(_TOKENS), gguf.texts(f"{_TOKENS}tokens")
+    is_llama, split = fields.values.get("model") == "llama", fields.values.get("pre")
+    usual = _LLAMA_IDS if is_llama else {}
+    ids = {name: fields.values.get(key, usual.get(name)) for name, key in _IDS.items()}
+    config: dict[str, Any] = {name: tokens[id] for name, id in ids.items() if type(id) is int and 0 <= id < len(tokens)}
+    for name, default in (("add_bos_token", is_llama or split in _BEGINS), ("add_eos_token", False)):
+        config[name] = fields.flag(name) if fields.has(name) else default
+    return config | _templates(gguf)
+
+
+def _templates(gguf: GGUFFile) -> dict[str, Any]:
+    """Return the entry of the chat templates. A name in place of a program, of a template in llama.cpp, is no entry."""
+    listed = gguf.texts("tokenizer.chat_templates") if gguf.has_items("tokenizer.chat_templates") else []
+    keys = {"default": "tokenizer.chat_template"} | {name: f"tokenizer.chat_template.{name}" for name in listed}
+    found = {name: gguf.metadata.get(key) for name, key in keys.items()}
+    programs = [
+        {"name": name, "template": text} for name, text in found.items() if isinstance(text, str) and "{" in text
+    ]
+    return {"chat_template": programs} if programs else {}
+
+
+_DOCUMENTS: dict[str, Callable[[GGUFFile], dict[str, Any]]] = {
+    "config.json": _config,
+    "generation_config.json": _generation_config,
+    "tokenizer_config.json": _tokenizer_config,
+}
+
+DOCUMENTS = frozenset(_DOCUMENTS)
+"""The names of the files that a GGUF file stands in for."""
+
+
+@lru_cache(maxsize=8)
+def document(gguf: GGUFFile, name: str) -> str:
+    """Return the content of the file `name`, one of DOCUMENTS. Raises CheckpointError or ConfigError."""
+    return json.dumps(_DOCUMENTS[name](gguf))
