@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilerank.kernels import core, ops
 from tilerank.kernels.errors import KernelError
+from tilerank.kernels.joint_norm import head_squares, joint_norm_
 
 pytestmark = pytest.mark.usefixtures("rung")
 
@@ -208,6 +209,28 @@ def test_norm_rotary_is_a_norm_and_a_rotation(
     ops.norm_rotary_(q, k, q_weight, k_weight, 1e-5, rows, zero_centered=zero_centered)
     assert torch.equal(q, expected_q)
     assert torch.equal(k, expected_k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["dense", "swapped"])
+@pytest.mark.parametrize("d", [8, 40, 72])
+def test_a_joint_norm_is_that_of_all_heads(dtype: torch.dtype, layout: str, d: int) -> None:
+    """Of heads in two parts, both of which have key head 1, and the last of which has a padded head."""
+    q, k = layouts(5, 6, d, dtype)[layout], layouts(5, 3, d, dtype)[layout]
+    q_weight, k_weight = randn(6, d, dtype=dtype, seed=3), randn(3, d, dtype=dtype, seed=4)
+    exact = [exact_norm(x.flatten(1), w.flatten(), 1e-3, False) for x, w in ((q, q_weight), (k, k_weight))]
+    bounds = [norm_bound(x.flatten(1), right, False).view_as(x) for x, right in zip((q, k), exact, strict=True)]
+    padding = torch.zeros(5, 1, d, dtype=dtype)
+    parts = [(q[:, :4], k[:, :2], 0), (torch.cat([q[:, 4:], padding], 1), k[:, 1:], 1)]
+    weights = [(q_weight[:4], k_weight[:2]), (torch.cat([q_weight[4:], torch.ones_like(padding[0])]), k_weight[1:])]
+    squares = sum((head_squares(*part) for part in parts), torch.zeros(5, 2))
+    again = parts[1][1].clone()
+    joint_norm_(*parts[0][:2], *weights[0], squares, 6 * d, 3 * d, 1e-3)
+    joint_norm_(parts[1][0], again, *weights[1], squares, 6 * d, 3 * d, 1e-3)
+    found = torch.cat([parts[0][0], parts[1][0]], 1), torch.cat([parts[0][1], again[:, 1:]], 1)
+    assert not found[0][:, 6:].any()
+    for ours, right, bound in zip((found[0][:, :6], found[1]), exact, bounds, strict=True):
+        assert_within(ours, right.view_as(ours), bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,7 +18,7 @@ from tilerank.parallel.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from tilerank.parallel.norm import RMSNorm
+from tilerank.parallel.norm import JointNorm, RMSNorm
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.shard import Cut, Span, Strategy
 from tilerank.parallel.sharding import Sharding, WeightFormats
@@ -291,3 +291,31 @@ def test_norm_is_whole_on_every_rank(zero_centered: bool) -> None:
     both = torch.cat([x, parts.sum(0) + residual])
     expected = both * torch.rsqrt(both.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
     assert_all_equal_to(on_all_ranks(3, "auto", body), expected, depth=24)
+
+
+@sizes
+@strategies
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 2), (6, 3)])
+def test_a_joint_norm_counts_every_head_once(size: int, strategy: Strategy, q_heads: int, kv_heads: int) -> None:
+    """Ranks have padded heads, none, or KV heads that other ranks have as well."""
+    dim, heads = 8, (q_heads, kv_heads)
+    checkpoint = random_checkpoint(5, a__q_norm__weight=(q_heads * dim,), a__k_norm__weight=(kv_heads * dim,))
+    whole = [torch.randn(3, count * dim) for count in heads]
+    weights = [checkpoint[f"a.{name}_norm.weight"] for name in "qk"]
+    normed = [F.rms_norm(x, x.shape[1:], weight, 1e-5) for x, weight in zip(whole, weights, strict=True)]
+
+    def body(sharding: Sharding) -> Tensor:
+        cut = sharding.cut_heads(q_heads, kv_heads, dim, 64)
+        norm = JointNorm("a", q_heads, kv_heads, cut, 1e-5, sharding)
+        fill(norm, checkpoint)
+        spans = [spans[sharding.rank] for spans in (cut.q, cut.kv)]
+
+        def part(x: Tensor, span: Span) -> Tensor:
+            rows = x[:, span.start * dim : span.stop * dim]
+            return F.pad(rows, (0, (span.size - span.real) * dim)).view(len(x), span.size, dim)
+
+        mine, right = ([part(x, span) for x, span in zip(both, spans, strict=True)] for both in (whole, normed))
+        norm(*mine)
+        return sharding.sum(torch.stack([(x - y).abs().sum() for x, y in zip(mine, right, strict=True)]))
+
+    assert on_all_ranks(size, strategy, body)[0].max() < 1e-4

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
+from tilerank.kernels.joint_norm import head_squares, joint_norm_
 from tilerank.kernels.tower_ops import layer_norm
 
 from .parameters import Layer, PlainParameter
+from .shard import HeadCut
 from .sharding import Sharding
 
 
@@ -70,6 +72,33 @@ class WeightlessNorm(Layer):
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self._ones, self._eps)
+
+
+class JointNorm(Layer):
+    """The RMS norm of all query heads of a token together, and that of its key heads (MiniMax-M2), in place.
+
+    Called with q[t, heads, dim] and k[t, heads, dim], this rank's heads by `cut` of those of the model, `heads` and
+    `kv_heads`. The ranks add up their sums of squares. A KV head that several ranks hold counts on the first of them,
+    and padded heads are zero.
+    """
+
+    def __init__(self, name: str, heads: int, kv_heads: int, cut: HeadCut, eps: float, sharding: Sharding) -> None:
+        self.eps = eps
+        q, kv = cut.q[sharding.rank], cut.kv[sharding.rank]
+        self._widths = (heads * cut.head_dim, kv_heads * cut.head_dim)
+        self._dim = cut.head_dim
+        self.weights = [PlainParameter((span.size * cut.head_dim,), sharding.dtype) for span in (q, kv)]
+        for weight, norm, span, width in zip(self.weights, ("q_norm", "k_norm"), (q, kv), self._widths, strict=True):
+            rows = span.scaled(cut.head_dim)
+            weight.fill(f"{name}.{norm}.weight", (width,), slice(rows.start, rows.stop))
+        before = max((span.stop for span in cut.kv[: sharding.rank]), default=0)
+        self._first_key = min(max(before - kv.start, 0), kv.size)
+        self._sharding = sharding
+
+    def __call__(self, q: Tensor, k: Tensor) -> None:
+        squares = self._sharding.sum(head_squares(q, k, self._first_key))
+        q_weight, k_weight = (weight.data.view(-1, self._dim) for weight in self.weights)
+        joint_norm_(q, k, q_weight, k_weight, squares, *self._widths, self.eps)
 
 
 class LayerNorm(Layer):
