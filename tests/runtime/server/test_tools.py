@@ -17,7 +17,7 @@ from tilerank.runtime.media.registry import family_of
 from tilerank.runtime.server.chat.tools.calls import ToolCall
 from tilerank.runtime.server.chat.tools.format import ToolFormat
 from tilerank.runtime.server.chat.tools.formats import TOOL_FORMATS, tool_format
-from tilerank.runtime.server.chat.tools.functions import FunctionFormat
+from tilerank.runtime.server.chat.tools.functions import FunctionFormat, GlmFormat, MinimaxFormat
 from tilerank.runtime.server.chat.tools.mistral import MistralFormat, MistralIdFormat, MistralListFormat
 from tilerank.runtime.server.chat.tools.named import DeepSeekFormat, KimiFormat
 from tilerank.runtime.server.chat.tools.objects import HermesFormat, LlamaFormat, PhiFormat
@@ -289,6 +289,11 @@ PARTS += [
     *KimiFormat.MARKS,
     *MistralFormat.MARKS,
     *PhiFormat.MARKS,
+    *GlmFormat.MARKS,
+    *MinimaxFormat.MARKS,
+    '<invoke name="f">',
+    '<parameter name="a">',
+    "</invoke>",
     "<|python_tag|>",
     "<",
     "｜",
@@ -358,6 +363,7 @@ def test_a_malformed_schema_allows_any_value(properties: Any) -> None:
     [
         ("{{ '<tool_call>' }}{{ '\\n<function=' + name + '>' }}<parameter=", "qwen3_5", FunctionFormat),
         ('<tool_call>{"name": 1}</tool_call>', "deepseek_v3", HermesFormat),
+        ("<tool_call>{{ name }}\n<arg_key>", "glm4_moe", GlmFormat),
         ("<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v3", DeepSeekFormat),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json", "qwen2", None),
         ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2", KimiFormat),

@@ -4,6 +4,7 @@ format."""
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from tilerank.loader.chat.template import THINK, ReasoningStart
 from tilerank.loader.tokenizer import Tokenizer
@@ -76,19 +77,19 @@ class MarkedFormat(AnswerFormat):
         # Each tool's schema is a rule of its own, because its references begin at its root.
         format, tools = self.tool_format, body.callable_tools
         assert format is not None, "there are no tools to call"
+        literal = partial(_literal, tokenizer=tokenizer, format=format)
         any_call = " | ".join(f"call_{i}" for i in range(len(tools)))
         begin_calls, between, end_call, end_calls = (
-            _literal(text, tokenizer, format)
-            for text in (format.BEGIN_CALLS, format.BETWEEN, format.END_CALL, format.END_CALLS)
+            literal(text) for text in (format.BEGIN_CALLS, format.BETWEEN, format.END_CALL, format.END_CALLS)
         )
         more_calls = f"({between} call)*" if body.may_call_several else ""
         rules = [f"calls: {begin_calls} call {more_calls} {end_calls}", f"call: {any_call}"]
         for i, tool in enumerate(tools):
             parts = (part % {"name": tool.function.name} for part in format.BEGIN_CALL.split(NUMBER))
-            begin = f" /{format.NUMBERS}/ ".join(_literal(part, tokenizer, format) for part in parts)
+            begin = f" /{format.NUMBERS}/ ".join(literal(part) for part in parts)
             rules.append(f"call_{i}: {begin} arguments_{i} {end_call}")
             try:
-                rules += format.argument_rules(f"arguments_{i}", tool.function.arguments_schema)
+                rules += format.argument_rules(f"arguments_{i}", tool.function.arguments_schema, literal)
             except ValueError as e:
                 message = f"tools: the parameters of {tool.function.name}: {e}"
                 raise ApiError(400, message, param="tools") from e

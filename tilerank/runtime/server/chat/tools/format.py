@@ -67,10 +67,10 @@ class ToolFormat(ABC):
         example = self.write([("NAME", {"KEY": "VALUE"})])
         return f"You may call these functions:\n\n{functions}\n\nTo call one, write:\n\n{example}"
 
-    def argument_rules(self, rule: str, schema: Schema) -> list[str]:
+    def argument_rules(self, rule: str, schema: Schema, literal: Callable[[str], str] = json.dumps) -> list[str]:
         """Return grammar rules, the first of them named `rule`, for arguments that follow a schema of type object.
 
-        Raises ValueError if the format cannot follow the schema.
+        literal: returns the expression for a text with marks. Raises ValueError if the format cannot follow the schema.
         """
         return [f"{rule}: {json_rule(schema)}"]
 

@@ -4,7 +4,7 @@ from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
 from .format import ToolFormat
-from .functions import FunctionFormat
+from .functions import FunctionFormat, GlmDenseFormat, GlmFormat, MinimaxFormat
 from .mistral import MistralFormat, MistralIdFormat, MistralListFormat
 from .named import DeepSeekFormat, KimiFormat
 from .objects import HermesFormat, LlamaFormat, PhiFormat
@@ -14,9 +14,12 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     for format in (
         DeepSeekFormat(),
         FunctionFormat(),
+        GlmDenseFormat(),
+        GlmFormat(),
         HermesFormat(),
         KimiFormat(),
         LlamaFormat(),
+        MinimaxFormat(),
         MistralFormat(),
         MistralIdFormat(),
         MistralListFormat(),
