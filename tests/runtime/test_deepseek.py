@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_configs import ABSENT, write_config
+from model_configs import ABSENT, MIXTURE, write_config
 
 from tilerank.launch.bench.public import public_config
 from tilerank.loader.card import read_card
@@ -122,12 +122,34 @@ def test_the_config_of_transformers_5_is_read_alike(tmp_path: Path) -> None:
         ({"qk_rope_head_dim": 128}, "qk_rope_head_dim: expected an integer from 8 to 64, found 128"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor: expected a number above 0"),
         ({"first_k_dense_replace": 62}, "first_k_dense_replace: expected an integer from 0 to 61, found 62"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 'dense' or 'sparse' for each of the 61 layers"),
+        (
+            {"mlp_layer_types": ["dense", *["sparse"] * 60]},
+            "first_k_dense_replace: expected the dense layers of mlp_layer_types, found 3",
+        ),
         ({"rope_interleave": 1}, "rope_interleave: expected true or false, found 1"),
     ],
 )
 def test_what_is_unsupported_or_inconsistent_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_model(read_card(write_config(tmp_path, changes, V31)), Sharding(0, 1, torch.bfloat16, None))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"qk_norm_type": "per_head"}, "qk_norm_type: expected 'per_layer', found 'per_head'"),
+        ({"attn_type_list": [1, 0]}, "attn_type_list: expected a list of 1 only"),
+        ({"partial_rotary_factor": 1.0}, "rotary_dim: expected 128 dimensions, the part of a head that"),
+        ({"num_local_experts": ABSENT, "num_experts": ABSENT}, "num_local_experts: expected an integer from 1 to"),
+    ],
+)
+def test_other_kinds_of_minimax_are_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    """Whose mixture is that of DeepSeek-V3."""
+    minimax = MIXTURE | {"model_type": "minimax_m2", "num_local_experts": 128, "head_dim": 128, "rotary_dim": 64}
+    with pytest.raises(ConfigError) as caught:
+        build_model(read_card(write_config(tmp_path, changes, minimax)), Sharding(0, 1, torch.bfloat16, None))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {sentence}")
 
 

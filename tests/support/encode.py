@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor
 
-_PROJECTIONS = re.compile(r"(?<!eh)_proj(_with_mqa|_qkv|_z)?\.weight$")
+_PROJECTIONS = re.compile(r"((?<!eh)_proj(_with_mqa|_qkvz?|_z)?|\.w[123])\.weight$")
 _ALL_EXPERTS = re.compile(r"experts\.(gate_up|down)_proj$")
 _GATES = re.compile(r"in_proj_[ba]\.weight$")
 
@@ -341,6 +341,9 @@ SMALL = {"hidden": 192, "heads": 6, "kv_heads": 3, "inter": 224, "layers": 2, "v
 WIDE = {"hidden": 384, "heads": 6, "kv_heads": 6, "head_dim": 64, "inter": 640, "layers": 2, "vocab": 500}
 MIXTURE = SMALL | {"head_dim": 32, "experts": 4, "topk": 2}
 DELTA_NET = {"hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 4, "vocab": 500}
+# Two key heads, whose rows are whole blocks of 128, as in the released model.
+NEXT = MIXTURE | {"layers": 1, "experts": 2, "moe_inter": 96, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+NEXT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 # Heads of 48 rows begin within blocks of 128 rows that share a scale. Tokens take all experts: rounding sends none to
 # another expert, so that errors are small ones.
 DEEPSEEK: dict[str, Any] = {"seed": 4, "vocab": 500, "layers": 3, "experts": 6, "topk": 6}
@@ -401,6 +404,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "fp8-channel": ("llama3", PARTIAL, "fp8-compressed", {"scales": torch.bfloat16}),
     "fp8-compressed-block": ("qwen3", PARTIAL, "fp8-compressed", {"strategy": "block"}),
     "moe-mxfp4": ("gpt_oss", {"vocab": 500, "layers": 2, "topk": 5}, "mxfp4", {}),
+    "next-fp8": ("qwen3_next", NEXT, "fp8", {}),
+    "minimax-fp8": ("minimax_m2", MIXTURE | {"layers": 1, "experts": 2, "moe_inter": 160}, "fp8", {}),
     "moe-fp8-channel": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8-compressed", {}),
 }
 

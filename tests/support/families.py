@@ -336,6 +336,11 @@ SHORT = Record(
         | {"config": {"mlp_only_layers": [1]}},
         "phi3": tiny("phi3", 4, (6, 3), hidden=96, inter=240, vocab=777, layers=3),
         "smollm3": tiny("smollm3", 5, (7, 1), hidden=112, inter=200, vocab=777, layers=4),
+        "minimax": tiny("minimax_m2", 6, (6, 3), head_dim=24, hidden=112, vocab=777, layers=2, **experts(7, 3, 80)),
+        "glm": tiny("glm4_moe", 7, (6, 3), head_dim=24, hidden=96, inter=200, vocab=777, layers=3, **experts(7, 3, 80)),
+        "glm-flash": tiny("glm4_moe_lite", 8, (5, 5), hidden=96, inter=200, vocab=777, layers=2, **experts(7, 3, 80)),
+        "next": tiny("qwen3_next", 9, (6, 3), head_dim=32, hidden=96, vocab=777, layers=4, **experts(7, 3, 80))
+        | delta_nets(3, 6, 24, 40),
     },
     new_tokens=24,
     # Around the windows of 20 and 31 tokens, with and without the new tokens.
@@ -344,10 +349,10 @@ SHORT = Record(
     starts=(
         Start(1, SPLIT),
         *(Start(tp, PAD if tp in (3, 6) else AUTO, dtypes=FP32) for tp in (2, 3, 5, 6)),
-        Start(2, AUTO, PLAIN, FP32),
+        Start(2, AUTO, PLAIN, FP32, models=("mistral", "ministral", "qwen2-moe", "phi3", "smollm3", "minimax")),
         Start(2, AUTO, dtypes=FP32, models=("mistral", "ministral"), chunk_rows=(7,)),
     ),
-    averaged=("qwen2-moe",),
+    averaged=("qwen2-moe", "minimax", "glm", "glm-flash", "next"),
 )
 
 START, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"

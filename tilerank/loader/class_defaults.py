@@ -43,6 +43,7 @@ _GEMMA4_TEXT = {
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA3_TEXT,
+    "minimax_m2": {"bos_token_id": 200034, "eos_token_id": 200020, "rope_theta": 5e6},
     "smollm3": {"tie_word_embeddings": True},
     "gemma4_text": _GEMMA4_TEXT,
     "gemma4": {"text_config": _GEMMA4_TEXT},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,6 +14,8 @@ from .errors import ShardError
 from .shard import Cut, Span
 from .sharding import Sharding, row_unit
 from .stacked import Projection, Rows, StackedLinear
+
+_GATES = ("b", "a", "ba")
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,19 @@ class DeltaProjection(StackedLinear):
     `held`. Key heads are dealt out as evenly as possible, or padded with zero heads to equal parts if that is asked
     for; with fewer key heads than ranks the last ranks may have none. head_multiple: as in QKVParallelLinear. channels:
     the rows of this rank in a tensor with a row for each column of qkv, in the order of its columns. values: this
-    rank's value heads.
+    rank's value heads. grouped: the checkpoint has in_proj_qkvz and in_proj_ba instead, whose rows are grouped by key
+    heads (Qwen3-Next).
     """
 
     def __init__(
-        self, name: str, hidden: int, heads: DeltaHeads, sharding: Sharding, *, head_multiple: int | None = None
+        self,
+        name: str,
+        hidden: int,
+        heads: DeltaHeads,
+        sharding: Sharding,
+        *,
+        head_multiple: int | None = None,
+        grouped: bool = False,
     ) -> None:
         self.cut = sharding.cut(heads.key_heads, (head_multiple or sharding.size) // sharding.size)
         keys = self.cut.spans[sharding.rank]
@@ -56,14 +66,22 @@ class DeltaProjection(StackedLinear):
             Rows(total, keys_width, key_rows),
             Rows(total, 2 * keys_width, value_rows),
         ]
-        z = [Rows(heads.value_heads * heads.value_dim, 0, value_rows)]
-        gates = [Rows(heads.value_heads, 0, values)]
+        parts: dict[str, Sequence[list[Rows]]]
+        if grouped:
+            r = heads.value_heads // heads.key_heads
+            q, k, v, z = _grouped_rows(
+                self.cut, sharding.rank, (heads.key_dim, heads.key_dim, r * heads.value_dim, r * heads.value_dim)
+            )
+            b, a = _grouped_rows(self.cut, sharding.rank, (r, r))
+            parts = {"qkvz": ([*q, *k, *v], z), "ba": (b, a)}
+        else:
+            z = [Rows(heads.value_heads * heads.value_dim, 0, value_rows)]
+            gates = [Rows(heads.value_heads, 0, values)]
+            parts = {"qkv": (self.channels,), "z": (z,), "b": (gates,), "a": (gates,)}
         projections = [
-            *(
-                _projection(f"{name}.in_proj_{part}", rows, sharding)
-                for part, rows in (("qkv", self.channels), ("z", z))
-            ),
-            *(_gate_projection(f"{name}.in_proj_{part}", gates, sharding) for part in ("b", "a")),
+            (_gate_projection if part in _GATES else _projection)(f"{name}.in_proj_{part}", rows, sharding)
+            for part, several in parts.items()
+            for rows in several
         ]
         super().__init__(projections, hidden)
 
@@ -73,6 +91,22 @@ class DeltaProjection(StackedLinear):
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         yield "delta net key heads", self.cut
+
+
+def _grouped_rows(cut: Cut, rank: int, sizes: Sequence[int]) -> list[list[Rows]]:
+    """Return the rows of each part of a tensor that has, for each key head, rows of all parts, `sizes` of them.
+
+    cut: of the key heads over the ranks. The last of the rows of a part are those of padded heads, maybe none.
+    """
+    group = sum(sizes)
+    total, keys, parts, first = cut.total * group, cut.spans[rank], list[list[Rows]](), 0
+    for size in sizes:
+        begins = [head * group + first for head in range(keys.start, keys.stop)]
+        rows = [Rows(total, 0, Span(begin, begin + size, size)) for begin in begins]
+        padding = Rows(total, 0, Span(total, total, (keys.size - keys.real) * size))
+        parts.append([*rows, padding])
+        first += size
+    return parts
 
 
 def _projection(name: str, rows: list[Rows], sharding: Sharding) -> Projection:

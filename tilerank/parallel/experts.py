@@ -28,7 +28,7 @@ FusedOrder = Literal["in_out", "out_in", "in_out_turns"]
 Qwen3.5. The outputs of gate lie before those of up, or in turns with them (gpt-oss)."""
 
 
-_GATE_UP = ("gate_proj", "up_proj")
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class ExpertsParameter(WeightParameter):
@@ -105,10 +105,10 @@ class ParallelExperts(Layer):
 
     x[t, hidden], ids and weights [t, top_k] of the router -> [t, hidden], this rank's part of the weighted sum over a
     token's experts; the parts of all ranks add up to that sum. `span` is this rank's part of the width. The checkpoint
-    has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj. fused: it may have those
-    of all experts in one tensor (`_fused`). biases: it has those of all experts in `name.gate_up_proj_bias`, in turns,
-    and `name.down_proj_bias`; the latter are added on rank 0. activation: of gate and up (`moe`). on_input: is
-    called with x and ids (input_squares.py).
+    has one tensor for each projection: `name.EXPERT.gate_proj.weight`, up_proj and down_proj, or the three names of
+    `projections`. fused: it may have those of all experts in one tensor (`_fused`). biases: it has those of all experts
+    in `name.gate_up_proj_bias`, in turns, and `name.down_proj_bias`; the latter are added on rank 0. activation: of
+    gate and up (`moe`). on_input: is called with x and ids (input_squares.py).
     """
 
     on_input: Callable[[Tensor, Tensor], None] | None = None
@@ -122,6 +122,7 @@ class ParallelExperts(Layer):
         sharding: Sharding,
         *,
         top_k: int,
+        projections: tuple[str, str, str] = EXPERT_PROJECTIONS,
         fused: FusedOrder | None = None,
         biases: bool = False,
         activation: ExpertActivation = "silu_mul",
@@ -131,14 +132,15 @@ class ParallelExperts(Layer):
         self.span = span = self.cut.spans[sharding.rank]
         self.share = top_k / experts
         self._hidden = hidden
-        held = sharding.fused_format([f"{name}.0.{projection}" for projection in _GATE_UP], [span, span])
+        *gate_and_up, last = projections
+        held = sharding.fused_format([f"{name}.0.{projection}" for projection in gate_and_up], [span, span])
         self.gate_up = ExpertsParameter(experts, span.size, hidden, held, parts=2)
-        held = sharding.format_of(f"{name}.0.down_proj", columns=span, inputs=width)
+        held = sharding.format_of(f"{name}.0.{last}", columns=span, inputs=width)
         self.down = ExpertsParameter(experts, hidden, span.size, held)
         taken, everything = slice(span.start, span.stop), slice(0, hidden)
 
         def gate_up(expert: int) -> Iterator[Rectangle]:
-            for part, projection in enumerate(_GATE_UP):
+            for part, projection in enumerate(gate_and_up):
                 yield Rectangle(
                     f"{name}.{expert}.{projection}.weight",
                     (width, hidden),
@@ -150,7 +152,7 @@ class ParallelExperts(Layer):
 
         def down(expert: int) -> Iterator[Rectangle]:
             yield Rectangle(
-                f"{name}.{expert}.down_proj.weight",
+                f"{name}.{expert}.{last}.weight",
                 (hidden, width),
                 (everything, taken),
                 self.down,

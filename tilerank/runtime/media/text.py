@@ -10,6 +10,7 @@ FAMILIES = {
     "qwen2_moe": _QWEN,
     "qwen3": _QWEN,
     "qwen3_moe": _QWEN,
+    "qwen3_next": _QWEN,
     "qwen3_5_text": _QWEN,
     "qwen3_5_moe_text": _QWEN,
     "smollm3": _QWEN,

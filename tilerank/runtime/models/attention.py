@@ -13,7 +13,7 @@ from tilerank.kernels.heads import join_heads, part_of_heads, split_heads
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.temperature import scale_by_position_
 from tilerank.parallel.linear import RowParallelLinear
-from tilerank.parallel.norm import RMSNorm
+from tilerank.parallel.norm import JointNorm, RMSNorm
 from tilerank.parallel.parameters import PlainParameter
 from tilerank.parallel.sharding import Sharding
 from tilerank.parallel.stacked import QKVParallelLinear
@@ -40,12 +40,12 @@ class SelfAttention(Mixer[KVPages]):
     With an output gate (Qwen3.5): out(sigmoid(gate) * softmax(q k^T / sqrt(head_dim)) v).
 
     qkv_bias, out_bias: biases of the q, k and v, and of the output projection, each zero if the checkpoint lacks it.
-    head_norms: q and k are normalised head by head before the rotation (`q_norm`, `k_norm`). gated: the query
-    projection yields a gate for each head as well. scale: factor of the scores in place of 1 / sqrt(head_dim).
-    window: a token attends to so many tokens, itself included; 0: to all before it. sinks: every query head has a
-    learned logit beside its scores, without a value (`sinks`, gpt-oss). rotated: positions rotate q and k; a layer
-    without head norms may leave them as they are (SmolLM3). temperature: of q, after the rotation. projections: as in
-    QKVParallelLinear.
+    head_norms: q and k are normalised head by head before the rotation (`q_norm`, `k_norm`). joint_norm: all heads of q
+    together are instead, and all of k (MiniMax-M2). gated: the query projection yields a gate for each head as well.
+    scale: factor of the scores in place of 1 / sqrt(head_dim). window: a token attends to so many tokens, itself
+    included; 0: to all before it. sinks: every query head has a learned logit beside its scores, without a value
+    (`sinks`, gpt-oss). rotated: positions rotate q and k; a layer without head norms may leave them as they are
+    (SmolLM3). temperature: of q, after the rotation. projections: as in QKVParallelLinear.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class SelfAttention(Mixer[KVPages]):
         qkv_bias: bool,
         out_bias: bool,
         head_norms: bool,
+        joint_norm: bool = False,
         gated: bool = False,
         scale: float | None = None,
         window: int = 0,
@@ -92,6 +93,10 @@ class SelfAttention(Mixer[KVPages]):
             RMSNorm(f"{name}.{norm}", dim, config.rms_norm_eps, sharding, zero_centered=config.zero_centered_norms)
             for norm in (("q_norm", "k_norm") if head_norms else ())
         ]
+        self.joint_norm: JointNorm | None = None
+        if joint_norm:
+            cut, eps = self.qkv.heads, config.rms_norm_eps
+            self.joint_norm = JointNorm(name, heads, config.num_kv_heads, cut, eps, sharding)
         self.gated = gated
         self.scale = attention_scale(heads * dim, self.qkv.heads, heads) if scale is None else scale
         self.rotation = Rotation(config.rope, config.rotary_dim)
@@ -135,6 +140,8 @@ class SelfAttention(Mixer[KVPages]):
     def _rotate(self, q: Tensor, k: Tensor, rope: Tensor, positions: Tensor) -> None:
         """Normalise the heads, rotate them by their positions [axes, t], and scale the queries, as far as the layer
         does."""
+        if self.joint_norm is not None:
+            self.joint_norm(q, k)
         if self.head_norms:
             q_norm, k_norm = self.head_norms
             q_weight, k_weight, centered = q_norm.weight.data, k_norm.weight.data, q_norm.zero_centered

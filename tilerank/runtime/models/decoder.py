@@ -41,7 +41,8 @@ class DecoderNames:
     `layer` has a place for the number of the layer; the seven after it are relative to the layer. mixer: one name, or
     one for each layer. mixer_post_norm, mlp_post_norm: None in a family without norms after the mixer and the MLP.
     scale: None in a family without a factor of the stream. left_out: beginnings of the names of tensors that the model
-    does not use; layers whose tensors are left out are not built.
+    does not use; layers whose tensors are left out are not built. drafts: the checkpoint may have layers after the
+    last, which predict several tokens at once and are not used.
     """
 
     embedding: str = "model.embed_tokens"
@@ -56,6 +57,13 @@ class DecoderNames:
     mlp_post_norm: str | None = None
     scale: str | None = None
     left_out: tuple[str, ...] = ()
+    drafts: bool = False
+
+    def is_after(self, name: str, num_layers: int) -> bool:
+        """Return whether a tensor belongs to a layer after the last of `num_layers`."""
+        before, _ = self.layer.split("{}")
+        number, _, _ = name.removeprefix(before).partition(".")
+        return name.startswith(before) and number.isdecimal() and int(number) >= num_layers
 
 
 C = TypeVar("C", bound=Cache)
@@ -288,6 +296,7 @@ class Decoder(DecoderLayers, Model):
         """
         hidden, vocab = config.hidden_size, card.vocab_size
         self._names = names
+        self._num_layers = config.num_layers
         directory, announced = card.fields.path.parent, config.tie_word_embeddings
         self._tied = tied_module(directory, names.embedding, names.head, announced=announced)
         self.embedding: VocabParallelEmbedding | TiedEmbedding
@@ -336,4 +345,5 @@ class Decoder(DecoderLayers, Model):
     def ignore(self, name: str) -> bool:
         repeats = self._tied == self._names.embedding and name == f"{self._names.head}.weight"
         is_spare = name.endswith(".rotary_emb.inv_freq") or repeats
-        return is_spare or name.startswith(self._names.left_out)
+        is_draft = self._names.drafts and self._names.is_after(name, self._num_layers)
+        return is_spare or is_draft or name.startswith(self._names.left_out)

@@ -24,16 +24,24 @@ from .padded_heads import head_multiple
 
 
 class GatedDeltaNet(Mixer[StateSlots]):
-    """The delta net of Qwen3.5, under its names. A rank without heads computes nothing.
+    """The delta net of Qwen3.5, under its names. A rank without heads computes nothing. grouped: as in DeltaProjection.
 
     A_log and dt_bias stay float32: a rounding of the decay grows with the number of tokens.
     """
 
     def __init__(
-        self, name: str, hidden: int, heads: DeltaHeads, conv_width: int, eps: float, sharding: Sharding
+        self,
+        name: str,
+        hidden: int,
+        heads: DeltaHeads,
+        conv_width: int,
+        eps: float,
+        sharding: Sharding,
+        *,
+        grouped: bool = False,
     ) -> None:
         multiple = head_multiple(heads.key_dim, sharding)
-        self.projection = DeltaProjection(name, hidden, heads, sharding, head_multiple=multiple)
+        self.projection = DeltaProjection(name, hidden, heads, sharding, head_multiple=multiple, grouped=grouped)
         held, values = self.projection.held, self.projection.values
         self.held = held
         self.conv = PlainParameter((held.channels, 1, conv_width), sharding.dtype)

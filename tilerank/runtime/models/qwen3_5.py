@@ -1,5 +1,5 @@
-"""Qwen3.5, 3.6 and 3.8, dense and mixtures of experts, with a vision tower or without (configs and code of
-transformers 5.23).
+"""Qwen3.5, 3.6 and 3.8, dense and mixtures of experts, with a vision tower or without, and Qwen3-Next (configs and code
+of transformers 5.23).
 
 Most layers are gated delta nets, every fourth is self-attention with an output gate, whose heads are rotated in a
 quarter of their dimensions, with interleaved M-RoPE. The weights of norms are stored minus one, but for those of delta
@@ -8,6 +8,9 @@ nets. The mixture adds a shared expert:
     mlp(x) = sum over the chosen experts e of weight_e * e(x) + sigmoid(x w) * shared(x)
 
 and always scales the weights of the chosen experts to a sum of one. The head for several tokens (`mtp.*`) is not used.
+
+Qwen3-Next stores experts one by one, and the projections of delta nets grouped by key heads. It scales the weights of
+experts only with `norm_topk_prob`.
 """
 
 from collections.abc import Callable
@@ -52,6 +55,14 @@ def qwen3_5_moe(card: ModelCard, sharding: Sharding) -> Decoder:
     return _decoder(card, c, sharding, mlps)
 
 
+def qwen3_next(card: ModelCard, sharding: Sharding) -> Decoder:
+    """Qwen3NextForCausalLM, also Qwen3-Coder-Next."""
+    c = _text_config(card, dense=True)
+    experts = read_experts_config(card.fields, c.num_layers)
+    shared_width = card.fields.integer("shared_expert_intermediate_size", 1, MAX_WIDTH)
+    return _decoder(card, c, sharding, sparse_mlps(c, experts, sharding, shared_width=shared_width), grouped=True)
+
+
 def _text_config(card: ModelCard, *, dense: bool) -> TextConfig:
     """Files of text alone may lack the sections of positions, whose axes are equal without pictures."""
     ropes = [card.text.object(key) for key in ("rope_parameters", "rope_scaling") if card.text.has(key)]
@@ -67,7 +78,15 @@ def _text_config(card: ModelCard, *, dense: bool) -> TextConfig:
     return replace(config, zero_centered_norms=True)
 
 
-def _decoder(card: ModelCard, c: TextConfig, sharding: Sharding, mlp: Callable[[str, int], FeedForward]) -> Decoder:
+def _decoder(
+    card: ModelCard,
+    c: TextConfig,
+    sharding: Sharding,
+    mlp: Callable[[str, int], FeedForward],
+    *,
+    grouped: bool = False,
+) -> Decoder:
+    """mlp: makes those of a layer. grouped: as in GatedDeltaNet."""
     text = card.text
     _refuse_unsupported(text)
     kinds = _layer_kinds(text, c.num_layers)
@@ -77,7 +96,7 @@ def _decoder(card: ModelCard, c: TextConfig, sharding: Sharding, mlp: Callable[[
 
     def mixer(name: str, layer: int) -> Mixer[Any]:
         if kinds[layer] == _DELTA_NET:
-            return GatedDeltaNet(name, c.hidden_size, heads, conv_width, c.rms_norm_eps, sharding)
+            return GatedDeltaNet(name, c.hidden_size, heads, conv_width, c.rms_norm_eps, sharding, grouped=grouped)
         return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=bias, head_norms=True, gated=True)
 
     prefix = _prefix(card)
@@ -132,6 +151,7 @@ def _prefix(card: ModelCard) -> str:
 
 
 MODELS = {
+    "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,

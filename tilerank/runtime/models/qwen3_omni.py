@@ -24,7 +24,7 @@ from .qwen import qwen3_decoder
 from .qwen_moe import read_experts_config, sparse_mlps
 from .speech.code2wav import Code2Wav
 from .speech.code2wav_config import read_code2wav_config
-from .talker import Talker
+from .speech.talker import Talker
 from .text_config import USUAL_SECTIONS, read_text_config
 from .towers.audio import AudioTower, read_audio_config
 from .towers.tower import Grid, floats_alone, pieces

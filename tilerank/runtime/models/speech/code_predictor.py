@@ -20,12 +20,12 @@ from tilerank.parallel.embedding import ParallelLMHead
 from tilerank.parallel.parameters import Layer, PlainParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..step.cache import Cache
-from ..step.speaker import CodeSampling, Passes
-from .attention import SelfAttention
-from .decoder import DecoderLayers, DecoderNames
-from .gated_mlp import GatedMLP
-from .text_config import MAX_WIDTH, read_text_config
+from ...step.cache import Cache
+from ...step.speaker import CodeSampling, Passes
+from ..attention import SelfAttention
+from ..decoder import DecoderLayers, DecoderNames
+from ..gated_mlp import GatedMLP
+from ..text_config import MAX_WIDTH, read_text_config
 
 MAX_CODES = PAGE_TOKENS
 """Codes of a frame: the tokens of a frame fit in a page."""

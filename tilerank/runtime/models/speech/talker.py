@@ -18,14 +18,14 @@ from tilerank.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.sharding import Sharding
 
-from ..step.batch import Batch
-from ..step.cache import Cache, CacheSpec
-from ..step.speaker import Additions, FrameInputs, Speaker, TalkerRows
-from .attention import SelfAttention
+from ...step.batch import Batch
+from ...step.cache import Cache, CacheSpec
+from ...step.speaker import Additions, FrameInputs, Speaker, TalkerRows
+from ..attention import SelfAttention
+from ..decoder import Decoder, DecoderNames
+from ..qwen_moe import read_experts_config, sparse_mlps
+from ..text_config import MAX_WIDTH, USUAL_SECTIONS, TextConfig, read_text_config
 from .code_predictor import CodePredictor
-from .decoder import Decoder, DecoderNames
-from .qwen_moe import read_experts_config, sparse_mlps
-from .text_config import MAX_WIDTH, USUAL_SECTIONS, TextConfig, read_text_config
 
 _NAMES = DecoderNames(
     embedding="talker.model.codec_embedding",
