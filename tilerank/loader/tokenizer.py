@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import processors
 
 from .chat.jinja import JinjaTemplate
-from .chat.template import REASONING_MARKS, ChatTemplate, ReasoningMarks, Segment
+from .chat.template import GEMMA_THINK, REASONING_MARKS, ChatTemplate, ReasoningMarks, Segment
 from .errors import TokenizerError, show, tokenizer_errors
 from .harmony.marks import CHANNEL, MARKS, TURN_ENDS
 from .harmony.template import HarmonyTemplate
@@ -24,6 +24,9 @@ from .vocabularies.table import find_vocabulary
 
 # With these decoders a token's text depends on earlier tokens only at the start of the text and in runs of byte tokens.
 _LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+_RESULT = "<|tool_response>"
+"""Begins the result of a tool of Gemma 4, which stands in the model's turn: a turn with a call ends before it."""
 
 
 class Tokenizer:
@@ -81,7 +84,7 @@ class Tokenizer:
     @cached_property
     def reasoning_marks(self) -> ReasoningMarks | None:
         """The marks of reasoning of which both are tokens."""
-        return next((marks for marks in REASONING_MARKS if None not in map(self.token_id, marks)), None)
+        return next((marks for marks in REASONING_MARKS if None not in map(self.token_id, marks[:2])), None)
 
     @cached_property
     def has_channels(self) -> bool:
@@ -90,15 +93,16 @@ class Tokenizer:
 
     def end_token_ids(self, after_answer: str = "") -> tuple[int, ...]:
         """Return the tokens that end a text: eos_token, the added token with which `after_answer` begins, the text
-        that the chat template prints after an answer (ChatTemplate.after_answer), and harmony's, some of which released
-        files leave out."""
+        that the chat template prints after an answer (ChatTemplate.after_answer), and those of harmony and of Gemma 4,
+        some of which released files leave out."""
         added = {token.content: id for id, token in self._inner.get_added_tokens_decoder().items()}
         after = after_answer.lstrip()
         turn_end = max((content for content in added if content and after.startswith(content)), key=len, default=None)
         eos = self.special_tokens.get("eos_token")
         ids = (None if eos is None else self._inner.token_to_id(eos), None if turn_end is None else added[turn_end])
         of_harmony = [self.token_id(mark) for mark in TURN_ENDS] if self.has_channels else []
-        return tuple(dict.fromkeys(id for id in (*ids, *of_harmony) if id is not None))
+        of_gemma = self.token_id(_RESULT) if self.reasoning_marks is GEMMA_THINK else None
+        return tuple(dict.fromkeys(id for id in (*ids, *of_harmony, of_gemma) if id is not None))
 
     def to_json(self) -> str:
         """Return the tokenizer in the format of tokenizer.json, with the special tokens that other files add."""

@@ -7,14 +7,16 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class ReasoningMarks(NamedTuple):
-    """The texts before and after the reasoning of an answer."""
+    """The texts before and after the reasoning of an answer. label: a line that follows the one before it."""
 
     begin: str
     end: str
+    label: str = ""
 
 
 THINK, MISTRAL_THINK = ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]")
-REASONING_MARKS = (THINK, MISTRAL_THINK)
+GEMMA_THINK = ReasoningMarks("<|channel>", "<channel|>", "thought")
+REASONING_MARKS = (THINK, MISTRAL_THINK, GEMMA_THINK)
 """Those of all families; a model has those that its vocabulary has. Models with channels (harmony/) have none."""
 
 
@@ -98,9 +100,9 @@ def thinking_after(prompt: str, marks: ReasoningMarks | None) -> ReasoningStart:
 
     A model whose vocabulary has no marks of reasoning never begins it by itself, but a prompt may end with THINK.
     """
-    begin, end = marks or THINK
+    begin, end, label = marks or THINK
     text = prompt.rstrip()
-    if text.endswith(begin):
+    if text.endswith(begin + label):
         return ReasoningStart.OPENED
     if text.endswith(end) or marks is None:
         return ReasoningStart.NEVER
@@ -109,5 +111,5 @@ def thinking_after(prompt: str, marks: ReasoningMarks | None) -> ReasoningStart:
 
 def thinking_inside(prompt: str, marks: ReasoningMarks | None) -> ReasoningStart:
     """Return how the answer to a prompt begins that ends inside a message, which may end within its reasoning."""
-    begin, end = marks or THINK
+    begin, end, _ = marks or THINK
     return ReasoningStart.OPENED if prompt.rfind(begin) > prompt.rfind(end) else ReasoningStart.NEVER

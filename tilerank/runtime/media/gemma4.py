@@ -150,4 +150,4 @@ def _processor(model_dir: Path, tokenizer: Tokenizer) -> Gemma4Processor | None:
     return Gemma4Processor(model_dir, tokenizer) if takes_pictures(config) else None
 
 
-FAMILIES = {"gemma4": Family(_processor)}
+FAMILIES = {"gemma4": Family(_processor, tool_calls="gemma4")}

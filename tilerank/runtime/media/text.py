@@ -5,6 +5,7 @@ from .family import Family
 _QWEN = Family(tool_calls="hermes")
 
 FAMILIES = {
+    "gemma4_text": Family(tool_calls="gemma4"),
     "llama": Family(tool_calls="llama"),
     "qwen2": _QWEN,
     "qwen2_moe": _QWEN,

@@ -35,7 +35,7 @@ class MarkedReader(AnswerReader):
         call_marks: Sequence[str] = (),
     ) -> None:
         marks = tokenizer.reasoning_marks or THINK
-        shown = (*call_marks, *(() if thinking is ReasoningStart.NEVER else marks))
+        shown = (*call_marks, *(() if thinking is ReasoningStart.NEVER else marks[:2]))
         stream = tokenizer.stream(special=not body.skip_special_tokens, marks=shown)
         self.stops = StopStrings(body.stop_strings, body.min_tokens, body.keeps_stop)
         self._text = TextStream(stream, self.stops, thinking, marks)
@@ -109,7 +109,7 @@ def _thinking_rules(tokenizer: Tokenizer, thinking: ReasoningStart) -> tuple[str
     if thinking is ReasoningStart.NEVER:
         return "", []
     marks = tokenizer.reasoning_marks or THINK
-    begin, end = map(tokenizer.token_id, marks)
+    begin, end = map(tokenizer.token_id, marks[:2])
     any_text, line_breaks = "/(.|\\n)*/", "line_breaks: /\\n+/"
     if end is None:
         thought = [f"thought[suffix={json.dumps(marks.end)}]: {any_text}"]

@@ -1,7 +1,7 @@
 """Separates the reasoning of a model, which it writes before its answer, from the answer.
 
 Qwen3, Qwen3.5 and DeepSeek write <think>, the reasoning, </think> and the answer, with line breaks around the marks;
-Mistral's models write [THINK] and [/THINK].
+Mistral's models write [THINK] and [/THINK], those of Gemma 4 <|channel>thought and <channel|>.
 Some chat templates end the prompt with <think> (Qwen3.5, DeepSeek in thinking mode), or with </think> to turn the
 reasoning off.
 """
@@ -34,6 +34,7 @@ class ReasoningSplitter:
         self._undecided = thinking is ReasoningStart.OPTIONAL
         self._at_start = thinking is ReasoningStart.OPENED  # line breaks are dropped
         self._buffer = ""
+        self._label = "" if thinking is ReasoningStart.OPENED else marks.label
 
     def push(self, text: str) -> Text:
         """Append text and return what no later text can change."""
@@ -44,6 +45,8 @@ class ReasoningSplitter:
             return Text()
         reasoning = ""
         if self.reasoning:
+            if not self._skip_label():
+                return Text()
             self._skip_line_breaks()
             reasoning = self._take_reasoning()
         if not self.reasoning:
@@ -67,6 +70,18 @@ class ReasoningSplitter:
         if self._at_start:
             self._buffer = self._buffer.lstrip("\n")
             self._at_start = not self._buffer
+
+    def _skip_label(self) -> bool:
+        """Drop the label of the reasoning. Returns whether later text can no longer change what follows."""
+        if not self._label:
+            return True
+        text, whole = self._buffer.lstrip("\n"), (f"{self._label}\n", f"{self._label}{self._marks.end}")
+        if any(one != text and one.startswith(text) for one in whole):
+            return False
+        if text.startswith(whole):
+            self._buffer = text.removeprefix(self._label)
+        self._label = ""
+        return True
 
     def _take_reasoning(self) -> str:
         reasoning, ended, rest = self._buffer.partition(self._marks.end)

@@ -5,6 +5,7 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from .format import ToolFormat
 from .functions import FunctionFormat, GlmDenseFormat, GlmFormat, MinimaxFormat
+from .gemma4 import Gemma4Format
 from .mistral import MistralFormat, MistralIdFormat, MistralListFormat
 from .named import DeepSeekFormat, KimiFormat
 from .objects import HermesFormat, LlamaFormat, PhiFormat
@@ -14,6 +15,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     for format in (
         DeepSeekFormat(),
         FunctionFormat(),
+        Gemma4Format(),
         GlmDenseFormat(),
         GlmFormat(),
         HermesFormat(),
