@@ -335,6 +335,7 @@ SHORT = Record(
         "qwen2-moe": tiny("qwen2_moe", 3, (6, 3), hidden=96, vocab=777, layers=3, **experts(7, 3, 80))
         | {"config": {"mlp_only_layers": [1]}},
         "phi3": tiny("phi3", 4, (6, 3), hidden=96, inter=240, vocab=777, layers=3),
+        "olmo3": tiny("olmo3", 6, (6, 3), hidden=96, inter=200, vocab=777, layers=4),
         "smollm3": tiny("smollm3", 5, (7, 1), hidden=112, inter=200, vocab=777, layers=4),
         "minimax": tiny("minimax_m2", 6, (6, 3), head_dim=24, hidden=112, vocab=777, layers=2, **experts(7, 3, 80)),
         "glm": tiny("glm4_moe", 7, (6, 3), head_dim=24, hidden=96, inter=200, vocab=777, layers=3, **experts(7, 3, 80)),

@@ -133,9 +133,12 @@ def read_layer_rope(c: Fields, dim: int, kind: str) -> RopeConfig:
     """Read the rotary embedding of the layers of a kind, in a model with one for each kind (Gemma 3).
 
     Both dialects: the older one has `rope_theta` and `rope_scaling` of the full layers and `rope_local_base_freq` of
-    those with a window; the newer one has an object for each kind in rope_parameters. Raises ConfigError.
+    those with a window, which is `rope_theta` in files without it (OLMo 3); the newer one has an object for each kind
+    in rope_parameters. Raises ConfigError.
     """
     key, parameters, older = _THETAS[kind], "rope_parameters", "rope_scaling"
+    if not c.has(key):
+        key = "rope_theta"
     if not c.has(parameters):
         scaled = c.has(older) and kind == FULL_ATTENTION
         scaling = c.object(older) if scaled else Fields(c.path, {"rope_type": "default"})

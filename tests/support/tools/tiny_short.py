@@ -2,7 +2,7 @@
 from tiny_configs import base_text, dims, moe_keys
 from tiny_weights import split_experts
 
-__all__ = ["fam_mistral", "fam_mistral3", "fam_phi3", "fam_qwen2_moe", "fam_smollm3"]
+__all__ = ["fam_mistral", "fam_mistral3", "fam_olmo3", "fam_phi3", "fam_qwen2_moe", "fam_smollm3"]
 
 def ids(t): return {f"{key}_token_id": t.token_to_id(f"<|{name}|>") for key, name in (("bos", "endoftext"), ("eos", "im_end"), ("pad", "endoftext"))}
 
@@ -58,6 +58,15 @@ def fam_phi3(a):
     return released(d, "Phi3ForCausalLM", "phi3", embd_pdrop=0.0, original_max_position_embeddings=64, partial_rotary_factor=0.75,
                     resid_pdrop=0.0, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=31, tied=True,
                     rope_scaling={"long_factor": factors, "short_factor": factors, "type": "longrope"})
+
+def fam_olmo3(a):
+    """As Olmo-3-7B: three of four layers with a window."""
+    d = dims(a, hidden=128, heads=8, kv_heads=8, layers=4, inter=352, vocab=2048)
+    kinds = ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(d.layers)]
+    rope = {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 64, "rope_type": "yarn"}
+    return released(d, "Olmo3ForCausalLM", "olmo3", layer_types=kinds, rms_norm_eps=1e-6, rope_scaling=rope, rope_theta=500000,
+                    sliding_window=20)
 
 def fam_smollm3(a):
     """As SmolLM3-3B."""

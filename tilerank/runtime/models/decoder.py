@@ -2,8 +2,9 @@
 
     x += mixer(norm(x));  x += mlp(norm(x))        per layer, then the last norm and the head
 
-Each of the two may have a norm after it as well, of its sum over the ranks: x += post_norm(mixer(norm(x))). A layer may
-end with an input of its own (per_layer_inputs.py) and a factor of the whole stream (Gemma 4).
+Each of the two may have a norm after it as well, of its sum over the ranks: x += post_norm(mixer(norm(x))). OLMo 3 has
+these alone: x += post_norm(mixer(x)). A layer may end with an input of its own (per_layer_inputs.py) and a factor of
+the whole stream (Gemma 4).
 
 A family composes a Decoder from mixers and MLPs and gives the names under which its checkpoints store them.
 """
@@ -39,20 +40,21 @@ class DecoderNames:
     """Names of the modules in a checkpoint; the default is the layout of Llama and Qwen.
 
     `layer` has a place for the number of the layer; the seven after it are relative to the layer. mixer: one name, or
-    one for each layer. mixer_post_norm, mlp_post_norm: None in a family without norms after the mixer and the MLP.
-    scale: None in a family without a factor of the stream. left_out: beginnings of the names of tensors that the model
-    does not use; layers whose tensors are left out are not built. drafts: the checkpoint may have layers after the
-    last, which predict several tokens at once and are not used.
+    one for each layer. mixer_norm, mlp_norm: None in a family without norms before the mixer and the MLP.
+    mixer_post_norm, mlp_post_norm: None in a family without norms after them. scale: None in a family without a factor
+    of the stream. left_out: beginnings of the names of tensors that the model does not use; layers whose tensors are
+    left out are not built. drafts: the checkpoint may have layers after the last, which predict several tokens at once
+    and are not used.
     """
 
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
     layer: str = "model.layers.{}"
-    mixer_norm: str = "input_layernorm"
+    mixer_norm: str | None = "input_layernorm"
     mixer: str | Sequence[str] = "self_attn"
     mixer_post_norm: str | None = None
-    mlp_norm: str = "post_attention_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
     mlp: str = "mlp"
     mlp_post_norm: str | None = None
     scale: str | None = None
@@ -127,7 +129,7 @@ class RowGate(Layer):
 
 
 class DecoderLayer(Layer):
-    """A mixer and an MLP, each after a norm.
+    """A mixer and an MLP, each after a norm, if it has one.
 
     mixer_post_norm, mlp_post_norm: of the sums of both over the ranks, if it has any. mlp_gate: of the output of the
     MLP, if it has any. input: what is added after the MLP, if it has any. scale: [1], a factor of the stream at the end
@@ -136,10 +138,10 @@ class DecoderLayer(Layer):
 
     def __init__(
         self,
-        mixer_norm: RMSNorm,
+        mixer_norm: RMSNorm | None,
         mixer: Mixer[Any],
         mixer_post_norm: RMSNorm | None,
-        mlp_norm: RMSNorm,
+        mlp_norm: RMSNorm | None,
         mlp: MLP,
         mlp_post_norm: RMSNorm | None,
         mlp_gate: RowGate | None,
@@ -181,19 +183,19 @@ class DecoderLayers(Layer):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(name, hidden, eps, sharding, zero_centered=config.zero_centered_norms)
 
-        def post_norm(layer: str, name: str | None) -> RMSNorm | None:
+        def norm_of(layer: str, name: str | None) -> RMSNorm | None:
             return None if name is None else norm(f"{layer}.{name}")
 
         def layer(number: int) -> DecoderLayer:
             name = names.layer.format(number)
             mixer_name = names.mixer if isinstance(names.mixer, str) else names.mixer[number]
             return DecoderLayer(
-                norm(f"{name}.{names.mixer_norm}"),
+                norm_of(name, names.mixer_norm),
                 mixer(f"{name}.{mixer_name}", number),
-                post_norm(name, names.mixer_post_norm),
-                norm(f"{name}.{names.mlp_norm}"),
+                norm_of(name, names.mixer_post_norm),
+                norm_of(name, names.mlp_norm),
                 mlp(f"{name}.{names.mlp}", number),
-                post_norm(name, names.mlp_post_norm),
+                norm_of(name, names.mlp_post_norm),
                 mlp_gate(number),
                 None if inputs is None else inputs.of_layer(name, number),
                 None if names.scale is None else WholeParameter(f"{name}.{names.scale}", (1,), sharding.dtype),
@@ -231,7 +233,7 @@ class DecoderLayers(Layer):
         stream = Stream(x, self._ranks)
         ropes = self._rope_rows(batch.positions)
         used = [i for i, layer in enumerate(self.layers) if not layer.mixer.is_idle(batch)]
-        x = self.layers[used[0]].mixer_norm(stream.rows())
+        x = stream.normed(self.layers[used[0]].mixer_norm)
         next_norms = [self.layers[i].mixer_norm for i in used[1:]] + [self.norm]
         last = len(self.layers) - 1
         for i, next_norm in zip(used, next_norms, strict=True):
@@ -265,7 +267,7 @@ class DecoderLayers(Layer):
                 kept.hidden = ops.take_rows(stream.rows(), kept.rows)
             if inserted is not None:
                 stream.insert(*inserted)
-                x = next_norm(stream.rows())
+                x = stream.normed(next_norm)
         return x
 
 

@@ -23,12 +23,11 @@ from ..media.settings import read_if_listed
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames
 from .gated_mlp import dense_mlps
-from .text_config import MAX_WIDTH, read_layer_types, read_text_config
+from .text_config import MAX_WIDTH, MAX_WINDOW, read_layer_types, read_text_config
 from .towers.siglip import SiglipTower, read_siglip_config
 from .towers.tower import floats_alone
 
 _KINDS = (SLIDING_ATTENTION, FULL_ATTENTION)
-_MAX_WINDOW = 1 << 30
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 _USUAL_PATTERN, _MAX_PATTERN = 6, 1 << 12
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -108,7 +107,7 @@ def _windows(c: Fields, num_layers: int) -> list[int]:
     for key, of_pattern in patterns.items():
         if of_pattern != kinds:
             raise c.fail(key, f"the pattern of {'layer_types' if c.has('layer_types') else _PATTERNS[0]}")
-    window = c.integer("sliding_window", 1, _MAX_WINDOW) if SLIDING_ATTENTION in kinds else 0
+    window = c.integer("sliding_window", 1, MAX_WINDOW) if SLIDING_ATTENTION in kinds else 0
     return [window if kind == SLIDING_ATTENTION else 0 for kind in kinds]
 
 

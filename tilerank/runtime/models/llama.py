@@ -1,6 +1,8 @@
-"""Llama 3.x (arXiv 2407.21783), dense, and SmolLM3 (huggingface.co/blog/smollm3).
+"""Llama 3.x (arXiv 2407.21783), dense, and two that differ from it in little.
 
-SmolLM3 is Llama without the rotation of heads by positions in every fourth layer.
+SmolLM3 (huggingface.co/blog/smollm3) has no rotation of heads by positions in every fourth layer. Phi-3, 3.5, 4 and
+4-mini (arXiv 2404.14219, 2412.08905, 2503.01743) store projections of one input as one, and have LongRoPE in a part of
+each head and a window in all layers, as far as config.json says so.
 """
 
 from tilerank.loader.card import ModelCard
@@ -10,7 +12,7 @@ from tilerank.parallel.sharding import Sharding
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames
 from .gated_mlp import dense_mlps
-from .text_config import read_text_config
+from .text_config import read_text_config, read_window
 
 _USUAL_INTERVAL, _MAX_INTERVAL = 4, 1 << 12
 
@@ -51,4 +53,25 @@ def _rotated_layers(c: Fields, num_layers: int) -> list[bool]:
     return [bool(one) for one in listed]
 
 
-MODELS = {"llama": llama, "smollm3": smollm3}
+def phi3(card: ModelCard, sharding: Sharding) -> Decoder:
+    """Phi3ForCausalLM."""
+    c = read_text_config(card.fields, usual_rotary_part=1.0)
+    window = read_window(card.fields, card.context_length)
+
+    def mixer(name: str, _: int) -> SelfAttention:
+        return SelfAttention(
+            name,
+            c,
+            sharding,
+            qkv_bias=False,
+            out_bias=False,
+            head_norms=False,
+            window=window,
+            projections=("qkv_proj",),
+        )
+
+    mlp = dense_mlps(c, sharding, projections=("gate_up_proj",))
+    return Decoder(card, c, sharding, DecoderNames(), mixer, mlp)
+
+
+MODELS = {"llama": llama, "phi3": phi3, "smollm3": smollm3}

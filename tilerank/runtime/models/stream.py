@@ -26,7 +26,7 @@ class Stream:
     def add(
         self,
         part: Tensor,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         *,
         post_norm: RMSNorm | None = None,
         scale: PlainParameter | None = None,
@@ -35,10 +35,15 @@ class Stream:
     ) -> Tensor:
         """Add the sum of every rank's `part` [t, hidden] to the stream and return its norm [t, hidden], on all ranks.
 
-        post_norm: of the sum, before it is added. scale: [1], a factor of the stream after it. update_all: the rows are
-        read before the next `add`. That is cheaper than bringing them up to date later. summed: `part` is the sum, the
-        same on every rank, and all rows are up to date.
+        norm: None to return the stream itself; then there is a post_norm. post_norm: of the sum, before it is added.
+        scale: [1], a factor of the stream after it. update_all: the rows are read before the next `add`. That is
+        cheaper than bringing them up to date later. summed: `part` is the sum, the same on every rank, and all rows are
+        up to date.
         """
+        if norm is None:
+            assert post_norm is not None
+            self.add(part, post_norm, post_norm=post_norm, scale=scale, update_all=True, summed=summed)
+            return self._rows
         factor = None if scale is None else scale.data
         self._stale_since = None if update_all or summed or self._ranks == 1 else norm
         return norm.add(part, self._rows, post_norm=post_norm, scale=factor, whole=update_all, summed=summed)
@@ -50,6 +55,10 @@ class Stream:
             nothing = ops.repeat_row(None, self._rows.shape[0], self._rows.shape[1], self._rows.dtype)
             self.add(nothing, self._stale_since, update_all=True)
         return self._rows
+
+    def normed(self, norm: RMSNorm | None) -> Tensor:
+        """Return the norm of the stream, or the stream itself without one, as `add` does."""
+        return self.rows() if norm is None else norm(self.rows())
 
     def insert(self, rows: Tensor, values: Tensor) -> None:
         """Add values[m, hidden] to the rows [m] int64 of the stream."""

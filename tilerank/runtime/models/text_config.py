@@ -19,7 +19,7 @@ from tilerank.loader.rope import (
 MAX_WIDTH = 1 << 20
 _MAX_LAYERS = 1 << 12
 MAX_HEADS = 1 << 14
-_MAX_WINDOW = 1 << 30
+MAX_WINDOW = 1 << 30
 _MAX_HEAD_DIM = 1 << 12
 
 USUAL_SECTIONS: Sections = (24, 20, 20)
@@ -128,7 +128,7 @@ def read_window(c: Fields, context_length: int, *, usual: int = 0) -> int:
     file has no such key; null is no window.
     """
     key = "sliding_window"
-    window = c.integer(key, 1, _MAX_WINDOW) if c.has(key) else 0 if key in c.values else usual
+    window = c.integer(key, 1, MAX_WINDOW) if c.has(key) else 0 if key in c.values else usual
     return window if window < context_length else 0
 
 
