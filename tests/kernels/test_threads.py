@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.made_once import made_once
+
 CSRC = Path(__file__).resolve().parents[2] / "tilerank" / "kernels" / "csrc"
 FLAGS = ["-std=c++20", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"]
 
@@ -17,21 +19,20 @@ SHM = (
 )
 
 
-def build(folder: Path, name: str, sources: tuple[str, ...], *flags: str) -> Path:
+def build(factory: pytest.TempPathFactory, folder: str, name: str, sources: tuple[str, ...], *flags: str) -> Path:
     if not shutil.which("g++"):
         pytest.skip("no g++")
-    program = folder / name
     files = [Path(__file__).parent / f"{name}.cpp", *(CSRC / f"{source}.cpp" for source in sources)]
-    subprocess.run(
-        ["g++", *FLAGS, *flags, f"-I{CSRC}", *map(str, files), "-o", str(program)],
-        check=True,
-    )
-    return program
+
+    def compile(out: Path) -> None:
+        subprocess.run(["g++", *FLAGS, *flags, f"-I{CSRC}", *map(str, files), "-o", str(out / name)], check=True)
+
+    return made_once(factory, folder, compile) / name
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("pool"), "pool_test", POOL, "-fsanitize=thread")
+    return build(tmp_path_factory, "pool-checked", "pool_test", POOL, "-fsanitize=thread")
 
 
 @pytest.mark.parametrize("waiting", ["spin", "sleep"])
@@ -44,7 +45,7 @@ def test_pool(program: Path, case: str, threads: int, waiting: str) -> None:
 
 @pytest.fixture(scope="module")
 def plain_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("pool"), "pool_test", POOL)
+    return build(tmp_path_factory, "pool", "pool_test", POOL)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -57,7 +58,7 @@ def test_a_forked_child_starts_its_own_threads(plain_program: Path, case: str, t
 
 @pytest.fixture(scope="module")
 def shm_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("shm"), "shm_test", SHM, "-ffp-contract=off", "-fsanitize=thread")
+    return build(tmp_path_factory, "shm-checked", "shm_test", SHM, "-ffp-contract=off", "-fsanitize=thread")
 
 
 CASES = [("collectives", ranks, threads, "spin") for ranks, threads in ((2, 1), (3, 1), (2, 2), (5, 1))]

@@ -9,6 +9,7 @@ from batching import forget, pinned
 from families import RECORDS
 from references import run_reference
 
+from tests.made_once import made_once
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.media.processor import Processor
@@ -22,7 +23,8 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     @cache
     def made(name: str) -> Path:
-        return run_reference(tmp_path_factory.mktemp(name), records[name].jobs(), records[name].new_tokens)
+        record = records[name]
+        return made_once(tmp_path_factory, name, lambda out: run_reference(out, record.jobs(), record.new_tokens))
 
     return made
 

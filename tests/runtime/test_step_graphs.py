@@ -10,6 +10,7 @@ import torch
 from ranks import Ranks, run_ranks
 from tiny import make_checkpoint
 
+from tests.made_once import made_once
 from tilerank.kernels import core
 from tilerank.parallel.join import join
 from tilerank.parallel.rendezvous import Membership

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from references import run_reference
 from rungs import COMPILED, RUNGS
 
+from tests.made_once import made_once
 from tests.runtime.omni.sound_rank_job import load
 from tilerank.parallel.group import SingleGroup
 from tilerank.runtime.models.speech.code2wav import Code2WavState
@@ -27,7 +28,7 @@ TOLERANCE = 1e-5
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of a checkpoint and of what transformers makes of codes (reference_code2wav.py)."""
     model = {"by": "reference_code2wav", "family": "qwen3_omni_moe", "seed": 4, "layers": 5, "frames": [LONG, *SHORT]}
-    return run_reference(tmp_path_factory.mktemp("code2wav"), {"omni": model})
+    return made_once(tmp_path_factory, "code2wav", lambda out: run_reference(out, {"omni": model}))
 
 
 Run = Callable[..., dict[str, Any]]
