@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from made_once import made_once
 from ranks import Ranks, run_ranks
+from replay import DECODING
 from tiny import make_checkpoint
 
 from tests.made_once import made_once
@@ -113,8 +115,12 @@ TINY: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("graph")
-    return {model_type: str(make_checkpoint(tmp=folder, **options)) for model_type, options in TINY.items()}
+    def make(out: Path) -> None:
+        for model_type, options in TINY.items():
+            (out / model_type).symlink_to(make_checkpoint(tmp=out, **options))
+
+    folder = made_once(tmp_path_factory, "recorded", make)
+    return {model_type: str(folder / model_type) for model_type in TINY}
 
 
 @cache
@@ -127,7 +133,7 @@ def test_every_family_is_compared() -> None:
     assert {builders[model_type] for model_type in TINY} == set(builders.values())
 
 
-@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (3, 2)])
 def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, threads: int) -> None:
     """Compare the logits of every step of 44 requests, from 22 in a step down to one, on every rank."""
     cases = compared(tp, threads, tuple(checkpoints.values()))
@@ -135,7 +141,7 @@ def test_replay_equals_eager_bit_for_bit(checkpoints: dict[str, str], tp: int, t
     for ranks in cases:
         check_replayed(ranks)
         steps = ranks[0]["eager"]
-        assert {int(step.split()[0]) for step in steps} == set(range(1, 23))
+        assert {int(step.split()[0]) for step in steps} == {*DECODING}
         assert len(set(steps)) == len(steps)
 
 
@@ -152,10 +158,12 @@ def test_contexts_over_ranks_are_replayed(checkpoints: dict[str, str]) -> None:
         check_replayed(cases)
 
 
-@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (3, 2), (6, 1)])
-def test_rows_whose_logits_nobody_wants_change_no_others(checkpoints: dict[str, str], tp: int, threads: int) -> None:
+@pytest.mark.parametrize(("tp", "threads"), [(1, 2), (3, 2)])
+def test_rows_whose_logits_nobody_wants_change_no_others(
+    checkpoints: dict[str, str], tmp_path: Path, tp: int, threads: int
+) -> None:
     """Rows without logits still need keys and values in the last layer: the tokens after them attend to these."""
-    one_layer = make_checkpoint(tmp=Path(checkpoints["llama"]).parent / "one", **TINY["llama"] | {"layers": 1})
+    one_layer = make_checkpoint(tmp=tmp_path, **TINY["llama"] | {"layers": 1})
     models = [*checkpoints.values(), str(one_layer)]
     ranks = run_ranks(tp, "replay:choose_rows", kwargs={"models": models}, threads=threads)
     assert len(ranks[0]) == 2 * len(models)

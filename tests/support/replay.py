@@ -80,8 +80,12 @@ def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:
     return seen
 
 
+DECODING = (22, 17, 16, 9, 8, 5, 4, 3, 2, 1)
+"""The requests of each step that decodes: every padded size, full and as empty as can be."""
+
+
 def generate(engine: Engine) -> list[tuple[int, int]]:
-    """Run 22 requests of many lengths: the batch grows, shrinks through all its buckets, and all pages are left behind.
+    """Run requests of many lengths: the batch grows, shrinks through all padded sizes, and all pages are left behind.
 
     A second round puts other sequences into the rows and pages of the first.
     """
@@ -89,11 +93,12 @@ def generate(engine: Engine) -> list[tuple[int, int]]:
     for seed in range(2):
         draw = torch.Generator().manual_seed(seed)
         requests = []
-        for number in range(22):
+        for number in range(DECODING[0]):
             length = int(torch.randint(1, 40, (1,), generator=draw))
             ids = torch.randint(0, engine.card.vocab_size, (length,), generator=draw).tolist()
+            new_tokens = 1 + sum(number < running for running in DECODING)  # the first is that of the prompt's step
             params = SamplingParams(
-                max_new_tokens=2 + number, ignore_eos=True, temperature=0.8 * (number % 2), seed=number, logprobs=2
+                max_new_tokens=new_tokens, ignore_eos=True, temperature=0.8 * (number % 2), seed=number, logprobs=2
             )
             requests.append(Request(Prompt(ids), params))
         events += [(event.request, event.token_id) for event in engine.generate(requests)]
@@ -158,9 +163,9 @@ def compare(team: Team, *, models: list[str], kv_split: KVSplit = "auto") -> lis
                     team,
                     RankConfig(
                         dtype=getattr(torch, dtype),
-                        max_total_tokens=22 * 128,
+                        max_total_tokens=DECODING[0] * 128,
                         kv_split=kv_split,
-                        states=22 + 6,  # some of the snapshots have to go
+                        states=DECODING[0] + 6,  # some of the snapshots have to go
                         eager=eager,
                     ),
                 )
