@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CORE   := pyproject.toml setup.py $(wildcard tilerank/kernels/csrc/*/*)
-# Most tests keep one core busy or wait for processes. Each worker takes neighbours, which share servers and models.
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+# Three workers for two cores: a third of the time tests wait. Each takes neighbours, which share servers and models.
+PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 # The tests start hundreds of processes, which would each compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
 # The first make in this clone builds while others wait: what it has built they find up to date.
@@ -52,7 +52,9 @@ THREAD_TESTS := tests/kernels/test_threads.py
 CODE_TESTS := tests/kernels/test_instructions.py
 CORE_TESTS := $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/kernels/test_*.py tests/kernels/*/test_*.py))
 SANITIZERS := address,undefined
-NO_AMX := $(if $(shell grep -m 1 -w amx_tile /proc/cpuinfo),0,1)
+CPU := $(shell grep -m 1 ^flags /proc/cpuinfo)
+NO_AMX := $(if $(filter amx_tile,$(CPU)),0,1)
+NEWEST := $(if $(filter avx512_bf16,$(CPU)),amx,$(if $(filter avx512_vnni,$(CPU)),avx512,avx2))
 
 # $(call build,NAME,ENVIRONMENT): installs into build/NAME, away from the core that users get.
 define build
@@ -65,10 +67,10 @@ on_build = PYTHONPATH=$(CURDIR)/build/$(1) PYTEST_ADDOPTS="-o 'pythonpath=$(CURD
 
 # test-sanitize: the kernel tests with ASan and UBSan, AMX emulated where the CPU has none
 test-sanitize: environment
-	$(call build,sanitized,TILERANK_SANITIZE=$(SANITIZERS) TILERANK_EMULATE_AMX=$(NO_AMX))
+	$(call build,sanitized,TILERANK_SANITIZE=$(SANITIZERS) TILERANK_EMULATE_AMX=$(NO_AMX) TILERANK_NEWEST_RUNG=$(NEWEST))
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc TILERANK_TEST_RUNG=compiled \
-	    $(call on_build,sanitized) $(PYTEST) $(CORE_TESTS)
+	    $(call on_build,sanitized) $(PYTEST) -n 2 $(CORE_TESTS) # they never wait
 
 AMX_TESTS := $(addprefix tests/runtime/test_,conformance.py engine.py kv_cache.py quantized.py)
 
