@@ -17,6 +17,7 @@
 #include "core/arena.h"
 #include "core/cpu.h"
 
+#undef TR_LEFT_OUT  // what follows is called by the name of its rung
 #define TR_SOURCE "core/peaks.cpp"
 #include "simd/foreach_isa.h"
 

@@ -2,6 +2,7 @@
 #include "core/peaks.h"
 
 #define TR_ONLY_AMX
+#undef TR_LEFT_OUT  // what follows is called by the name of its rung
 #define TR_SOURCE "core/peaks_amx.cpp"
 #include "simd/foreach_isa.h"
 

@@ -3,6 +3,7 @@
 
 #include "core/peaks.h"
 
+#undef TR_LEFT_OUT  // what follows is called by the name of its rung
 #define TR_SOURCE "core/peaks_vectors.cpp"
 #include "simd/foreach_isa.h"
 

@@ -1,6 +1,7 @@
 #ifndef TR_RUNG
 #include "core/selftest.h"
 
+#undef TR_LEFT_OUT  // what follows is called by the name of its rung
 #define TR_SOURCE "core/selftest.cpp"
 #include "simd/foreach_isa.h"
 

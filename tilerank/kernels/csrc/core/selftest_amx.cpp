@@ -2,6 +2,7 @@
 #include "core/selftest.h"
 
 #define TR_ONLY_AMX
+#undef TR_LEFT_OUT  // what follows is called by the name of its rung
 #define TR_SOURCE "core/selftest_amx.cpp"
 #include "simd/foreach_isa.h"
 
