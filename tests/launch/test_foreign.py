@@ -198,15 +198,13 @@ def test_a_server(launcher: Callable[[], tuple[str, ...]]) -> None:
         server.running.finish()
 
 
-@pytest.mark.parametrize(
-    ("launcher", "variable", "rank"), [(torchrun, "RANK", 0), (mpich, "PMI_RANK", 0), (mpich, "PMI_RANK", 1)]
-)
+@pytest.mark.parametrize(("launcher", "variable", "rank"), [(torchrun, "RANK", 0), (mpich, "PMI_RANK", 1)])
 def test_a_rank_stopped_while_a_server_is_idle_ends_it(
     launcher: Callable[[], tuple[str, ...]], variable: str, rank: int
 ) -> None:
     command = MODULE if launcher is torchrun else COMMAND
     with serving("--dist-timeout", 6, launcher=launcher(), command=command) as server:
-        time.sleep(10)
+        time.sleep(7)  # longer than the deadline
         assert server.get("/health").status_code == 200
         pid = server.running.rank_pid(rank, variable)
         assert pid is not None
