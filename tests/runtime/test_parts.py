@@ -297,7 +297,7 @@ def test_a_batch_has_the_slots_of_states(copy_padding: bool) -> None:
 
 def test_an_unknown_family_is_refused_with_those_that_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    says = "model_type: expected one of deepseek_v3, .*llama, .*qwen3_vl_moe, found 'gpt2'"
+    says = "model_type: expected one of deepseek_v3, .*llama, .*qwen3_vl_moe, smollm3, found 'gpt2'"
     with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / 'config.json'))}: {says}"):
         read_supported_card(tmp_path)
 
@@ -307,6 +307,7 @@ def test_an_unknown_family_is_refused_with_those_that_run(tmp_path: Path) -> Non
     [
         ("qwen4_exp", "the hyper-connections, sparse attention and embeddings of n-grams of Qwen3.8-Flash-Next"),
         ("deepseek_v32", "the sparse attention of DeepSeek-V3.2"),
+        ("glm_moe_dsa", "the sparse attention of GLM-5"),
     ],
 )
 def test_a_relative_that_does_not_run_is_refused_with_what_is_missing(
