@@ -62,13 +62,14 @@ def test_neither_file_names_special_tokens(tmp_path: Path) -> None:
     assert (card.eos_token_ids, card.bos_token_id) == ((), None)
 
 
-def test_an_embedding_model_is_refused(tmp_path: Path) -> None:
+def test_modules_that_are_not_known(tmp_path: Path) -> None:
     write_config(tmp_path, {"model_type": "qwen3"})
     (tmp_path / "modules.json").write_text("[]")
     with pytest.raises(ConfigError) as caught:
         read_card(tmp_path)
     expected = (
-        "expected a model that generates text, found an embedding model (qwen3), as sentence-transformers writes them"
+        "expected Transformer in the directory itself, Pooling, layers Dense and Normalize, or Transformer and "
+        "LogitScore, found nothing"
     )
     assert str(caught.value) == f"{tmp_path / 'modules.json'}: {expected}"
 

@@ -13,18 +13,16 @@ from pathlib import Path
 from .class_defaults import with_class_defaults
 from .errors import ConfigError
 from .fields import Fields
-from .files import is_listed, read_json_object
+from .files import read_json_object
 from .generation_config import read_generation_config
 from .headers import stored_tensors
 from .overruled_flags import with_flags_of_tensors
+from .pooling import Pooling, read_pooling
 from .quantization_config import QuantizationConfig
 from .rope import read_context_length
 from .stored_quantization import find_quantization
 
 DTYPES = ("bfloat16", "float16", "float32")
-
-EMBEDDING_MODEL = "modules.json"
-"""The file that tells an embedding model from a model of the same `model_type` that generates text."""
 
 # Bounds well above any published model: an absurd number becomes an error message instead of an allocation.
 _MAX_VOCABULARY = 1 << 24
@@ -42,7 +40,8 @@ class ModelCard:
     generation_config.json, or of config.json where that has none.
     dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
     projections, by the headers of its files; None for floats. fields: all of config.json, for the family, with the
-    flags that the tensors show. overruled: a sentence for each flag that config.json has otherwise.
+    flags that the tensors show. overruled: a sentence for each flag that config.json has otherwise. pooling: how it
+    embeds texts or scores pairs of them; None for a model that generates text.
 
     A model with a vision tower has the fields of its language model in `text_config`, which Qwen3-Omni nests in
     `thinker_config`; `text` returns those.
@@ -57,6 +56,7 @@ class ModelCard:
     quantization: QuantizationConfig | None
     fields: Fields = field(repr=False, compare=False)
     overruled: tuple[str, ...] = ()
+    pooling: Pooling | None = None
 
     @property
     def text(self) -> Fields:
@@ -70,25 +70,24 @@ def read_card(model_dir: Path) -> ModelCard:
     A key that is absent has no default here: families disagree on them, so the file or its class must say.
     """
     c = read_config_fields(model_dir)
-    if is_listed(model_dir, EMBEDDING_MODEL):
-        raise ConfigError(
-            f"{model_dir / EMBEDDING_MODEL}: expected a model that generates text, found an embedding model "
-            f"({c.text('model_type')}), as sentence-transformers writes them"
-        )
     c, overruled = with_flags_of_tensors(c)
     text = _text(c)
     vocab_size = _vocabulary(c, text)
     eos_token_ids, bos_token_id = _special_ids((read_generation_config(model_dir), c, text), vocab_size)
+    pooling, context_length = read_pooling(c, text), read_context_length(text)
+    if pooling is not None and pooling.longest is not None:
+        context_length = min(context_length, pooling.longest)
     return ModelCard(
         model_type=c.text("model_type"),
         vocab_size=vocab_size,
-        context_length=read_context_length(text),
+        context_length=context_length,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         dtype=_dtype(c, text),
         quantization=find_quantization(model_dir, _quantization(c, text)),
         fields=c,
         overruled=overruled,
+        pooling=pooling,
     )
 
 

@@ -38,7 +38,8 @@ class Checkpoint:
     tensor, and all files lie inside the directory.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, folder: str = "") -> None:
+        """folder: of the model directory, which has the files."""
         self.model_dir = model_dir
         self.tensors: dict[str, TensorInfo] = {}
         """By name, in storage order: file by file, by offset."""
@@ -48,9 +49,9 @@ class Checkpoint:
         if model_dir.is_file():
             self._open_gguf()
             return
-        listed = listed_tensors(model_dir)
+        listed = listed_tensors(model_dir / folder)
         for name in sorted(listed):
-            self._open(model_file(model_dir, name, CheckpointError), listed[name])
+            self._open(model_file(model_dir, name, CheckpointError, folder), listed[name])
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Return the rectangle `index` of a tensor as a view of the mapped file, which is read when the view is used.

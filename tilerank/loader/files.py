@@ -74,19 +74,19 @@ def read_text(model_dir: Path, name: str, error: type[ValueError], folder: str =
         raise error(f"{model_dir / folder / name}: not UTF-8 at byte {failure.start}") from None
 
 
-def read_json_object(model_dir: Path, name: str, error: type[ValueError]) -> dict[str, Any]:
-    """Return the JSON object in the file `name` of a model directory; raise `error` if it holds anything else.
+def read_json_object(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file (see model_file); raise `error` if it holds anything else.
 
     NaN and infinities are floats, because released files have them in fields that are not read; `Fields.number` refuses
     them.
     """
-    text = read_text(model_dir, name, error)
+    text, where = read_text(model_dir, name, error, folder), model_dir / folder / name
     try:
         value = json.loads(text)
     except RecursionError:
-        raise error(f"{model_dir / name}: not valid JSON: nested too deeply") from None
+        raise error(f"{where}: not valid JSON: nested too deeply") from None
     except ValueError as failure:
-        raise error(f"{model_dir / name}: not valid JSON: {failure}") from None
+        raise error(f"{where}: not valid JSON: {failure}") from None
     if not isinstance(value, dict):
-        raise error(f"{model_dir / name}: expected a JSON object, found {show(value)}")
+        raise error(f"{where}: expected a JSON object, found {show(value)}")
     return value

@@ -69,6 +69,13 @@ class Tokenizer:
         return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=0)
 
     @cached_property
+    def appended_ids(self) -> tuple[int, ...]:
+        """The tokens that are added after a text (Qwen3-Embedding: the end-of-text token)."""
+        plain, whole = (self.encode("a", add_special_tokens) for add_special_tokens in (False, True))
+        before = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), len(whole))
+        return tuple(whole[before + len(plain) :])
+
+    @cached_property
     def is_linear(self) -> bool:
         """Whether `encode` is known to take linear time and memory, whatever the text."""
         return is_linear(self._inner)

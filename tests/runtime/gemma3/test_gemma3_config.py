@@ -127,7 +127,8 @@ def test_the_older_key_of_the_pattern_alone(tmp_path: Path) -> None:
         ),
         (
             {"use_bidirectional_attention": True},
-            "use_bidirectional_attention: expected false (attention to later tokens is not supported), found True",
+            "use_bidirectional_attention: expected false (a model that generates text cannot attend to later tokens), "
+            "found True",
         ),
         ({"hidden_activation": "gelu"}, "hidden_activation: expected 'gelu_pytorch_tanh', found 'gelu'"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type: expected no such key beside "),

@@ -16,10 +16,11 @@ from starlette.types import ASGIApp
 
 from tilerank.launch.serving.media_decoder import MediaDecoder
 from tilerank.loader.generation_config import SamplingDefaults
+from tilerank.loader.pooling import Pooling
 from tilerank.loader.tokenizer import Tokenizer
-from tilerank.runtime.media.registry import load_processor
+from tilerank.runtime.media.registry import family_of, load_processor
 from tilerank.runtime.protocol.engine_state import EngineState
-from tilerank.runtime.protocol.events import SoundEvent, TokenEvent
+from tilerank.runtime.protocol.events import PooledEvent, SoundEvent, TokenEvent
 from tilerank.runtime.protocol.framing import encode
 from tilerank.runtime.protocol.params import Logprobs
 from tilerank.runtime.protocol.prompt import Prompt
@@ -65,7 +66,7 @@ class Server:
 
     answer: a text, or a function of the prompt. sounds: those of an answer that speaks, one after each token. limit:
     the engine sends this many tokens of an answer and waits. cut: it then closes its connection. cancelled: numbers.
-    logprobs: gives those of a token.
+    logprobs: gives those of a token. values: gives the vector or the score of a prompt that is to have one.
     """
 
     def __init__(self, app: ASGIApp, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
@@ -82,6 +83,7 @@ class Server:
         self.more = asyncio.Event()
         self.cut = False
         self.submits: list[Submit] = []
+        self.values: Callable[[list[int]], bytes] = lambda ids: b""
         self.cancelled: list[int] = []
 
     async def ask(self, answer: str, *messages: Any, **fields: Any) -> Any:
@@ -115,6 +117,10 @@ class Server:
             for message in inbox.feed(data):
                 if isinstance(message, Submit):
                     self.submits.append(message)
+                    if message.params.pooling is not None:
+                        pooled = PooledEvent(message.number, self.values(message.prompt.token_ids))
+                        outgoing.write(encode(Events([pooled])))
+                        continue
                     for number in range(message.number, message.number + len(message.seeds)):
                         await self._generate(number, message.params.speech is not None, outgoing)
                 if isinstance(message, Cancel):
@@ -150,6 +156,7 @@ async def serving(
     voices: tuple[str, ...] = (),
     sampling: SamplingDefaults | None = None,
     variables: Mapping[str, Any] | None = None,
+    pooling: Pooling | None = None,
 ) -> AsyncIterator[Server]:
     """Serve a model directory. template: written into it; None for its own. variables: of it, unless requests say
     otherwise."""
@@ -162,7 +169,17 @@ async def serving(
     format = answer_format(tokenizer, "hermes")
     defaults = sampling or SamplingDefaults()
     settings = ServerSettings(
-        "it", "0", api_key, defaults, format, check_grammar, media, voices=voices, template_variables=variables or {}
+        "it",
+        "0",
+        api_key,
+        defaults,
+        format,
+        check_grammar,
+        media,
+        voices=voices,
+        template_variables=variables or {},
+        pooling=pooling,
+        pairs=family_of("qwen3").pairs,
     )
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))

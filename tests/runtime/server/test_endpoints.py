@@ -27,7 +27,8 @@ def test_what_is_served(model: Path) -> None:
         assert info["vocab_size"] == server.tokenizer.num_tokens
         refused = await server.http.post("/v1/embeddings", json={"model": "it", "input": "a"})
         assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == "it generates text; this server has no embeddings."
+        message = "it generates text; /v1/embeddings needs a model that embeds texts."
+        assert refused.json()["error"]["message"] == message
         assert (await server.http.get("/ping")).status_code == 200
         idle = {"server_load": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0}
         assert (await server.http.get("/load")).json() == idle

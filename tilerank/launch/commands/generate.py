@@ -87,6 +87,9 @@ class GenerateJob:
 
     def prepare(self) -> None:
         card = model.checked_card(self._args, self._model_dir)
+        if card.pooling is not None:
+            does = "embeds texts" if card.pooling.task == "embed" else "scores pairs of texts"
+            raise LaunchError(f"{self._model_dir} {does}, and generates none; `tilerank serve` runs it")
         self._tokenizer = Tokenizer(self._model_dir)
         given = prompts.read_prompts(self._args)
         self._speech = speech_output.read_speech(self._args, card, len(given))

@@ -220,9 +220,9 @@ class ServeJob(GenerateJob):
 
     def prepare(self) -> None:
         from tilerank.loader.tokenizer import Tokenizer
-        from tilerank.runtime.media.registry import load_processor
+        from tilerank.runtime.media.registry import check_pairs, load_processor
 
-        model.checked_card(self._args, self._model_dir)
+        check_pairs(model.checked_card(self._args, self._model_dir))
         media_options.check(self._args, load_processor(self._model_dir, Tokenizer(self._model_dir)))
         read_sampling_defaults(self._model_dir)
         if CONTROL not in os.environ:
@@ -342,18 +342,21 @@ def _run_http_process(args: argparse.Namespace) -> int:
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
     options = model.model_options(args)
     card = with_options(read_card(model_dir), options.family)
+    family = family_of(card.model_type)
     about = ServerSettings(
         args.served_model_name or model_dir.resolve().name,
         own_version() or "unknown",
         args.api_key or os.environ.get(API_KEY) or None,
         _sampling(model_dir),
-        answer_format(tokenizer, family_of(card.model_type).tool_calls),
+        answer_format(tokenizer, family.tool_calls),
         GrammarTrial(model_dir).check,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
         TextProcesses(tokenizer),
         _weights(options, card),
         voices_of(card),
         args.default_chat_template_kwargs,
+        card.pooling,
+        family.pairs,
     )
     status = StatusPipe.inherited()
     status.send(Reached("listening"))

@@ -270,12 +270,13 @@ def model_directory(args: argparse.Namespace) -> Path:
 
 
 def checked_card(args: argparse.Namespace, model_dir: Path) -> ModelCard:
-    """Return the model's card. ConfigError or LaunchError for options that do not agree with it."""
+    """Return the model's card with the options that change it. ConfigError or LaunchError for options that do not agree
+    with it."""
     card, options = _read_card(model_dir), model_options(args)
     check_agreement(card.quantization, options.quantization, options.dtype, options.activation_bits)
     if options.kv_cache_dtype not in ("auto", "int8"):  # these two are always valid, and torch need not be imported
         options.torch_kv_dtype(card)
-    with_options(card, options.family)
+    card = with_options(card, options.family)
     context_length(args, card)
     return card
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.quantization_config import Quantization
-from tilerank.runtime.media.registry import all_options, with_options
+from tilerank.runtime.media.registry import family_options, with_options
 
 from ..options.model import ModelOptions
 from .plan_types import Plan
@@ -64,7 +64,7 @@ def _other_sizes(plan: Plan, card: ModelCard, options: ModelOptions, planner: Pl
 
 def _other_cards(card: ModelCard, options: ModelOptions, planner: Planner) -> Iterator[Trial]:
     """Try the options of the model's family, such as one that leaves a part of the model out."""
-    for option in all_options():
+    for option in family_options():
         for value in option.choices or ("on",):
             try:
                 changed = with_options(card, {option.name: value})

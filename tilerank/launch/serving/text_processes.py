@@ -64,10 +64,11 @@ class EncodeChat(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EncodeTexts(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What are the tokens of each text?"""
+    """What are the tokens of each text? marks: special tokens in a text become their ids."""
 
     texts: list[str]
     add_special_tokens: bool
+    marks: bool
 
 
 class FoundFacts(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -138,10 +139,10 @@ class TextProcesses:
         assert isinstance(answer, FoundTokens), answer
         return _unpacked(answer.ids[0]), ReasoningStart[answer.thinking]
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool, marks: bool = True) -> list[list[int]]:
         if _is_fast(self._tokenizer, texts):
-            return encode(self._tokenizer, texts, add_special_tokens)
-        answer = await self._ask(EncodeTexts(list(texts), add_special_tokens))
+            return encode(self._tokenizer, texts, add_special_tokens, marks)
+        answer = await self._ask(EncodeTexts(list(texts), add_special_tokens, marks))
         assert isinstance(answer, FoundTokens), answer
         return [_unpacked(ids) for ids in answer.ids]
 
@@ -186,7 +187,7 @@ def _answer(tokenizer: Tokenizer, question: Question) -> Answer:
     if isinstance(question, FindFacts):
         return FoundFacts(template_facts(tokenizer))
     if isinstance(question, EncodeTexts):
-        return FoundTokens(_packed(encode(tokenizer, question.texts, question.add_special_tokens)))
+        return FoundTokens(_packed(encode(tokenizer, question.texts, question.add_special_tokens, question.marks)))
     conversation = _conversations.decode(question.conversation)
     rendered = render(tokenizer, conversation)
     if isinstance(question, RenderChat) or _is_fast(tokenizer, [rendered.text]):

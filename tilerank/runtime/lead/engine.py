@@ -6,7 +6,6 @@ Each step goes to all ranks as one message (rank_messages.py); a Worker on every
 import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import msgspec
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
-from ..protocol.events import EndedEvent, Event, FailedEvent, ScoredEvent, SoundEvent, TokenEvent
+from ..protocol.events import EndedEvent, Event, FailedEvent, PooledEvent, ScoredEvent, SoundEvent, TokenEvent
 from ..protocol.params import Start
 from ..protocol.prompt import MM_CACHE_BYTES, Prompt
 from ..protocol.rank_messages import Count, Step
@@ -30,10 +29,11 @@ from .grammar_masks import GrammarMasks, collect_masks
 from .logits_rules import LogitsRules, TextRules
 from .media_encoding import MediaEncoding
 from .pages import PagePool
-from .prompt_checks import check_media, check_prompt
+from .pooler import Pooler
+from .prompt_checks import check_media, check_prompt, check_task
 from .sampling import SampledToken, SamplingParams
 from .scheduler import SCORE_ROWS, Scheduler
-from .sequence import Scheduled, Sequence, next_chunk
+from .sequence import Scheduled, Sequence, next_chunk, rows_of
 from .sources import SourcePool
 from .speech_scheduler import SpeechScheduler
 from .states import StatePool
@@ -67,6 +67,7 @@ class Engine:
         self.scheduler = Scheduler(cache_kinds(worker, mm_cache_bytes), MAX_RUNNING, chunk_rows)
         self.speaking = SpeechScheduler(worker, read_speech_settings(self.card))
         self.encoding = MediaEncoding(worker)
+        self._pooler = None if self.card.pooling is None else Pooler(worker, self.card.pooling)
         self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
         self._requests: dict[int, Sequence] = {}  # whose texts are not complete
         self._next_request = 0
@@ -140,6 +141,8 @@ class Engine:
         self._prompt_tokens += sum(
             len(chunk.token_ids) for sequence, chunk in scheduled if chunk.start < sequence.prompt_len
         )
+        if self._pooler is not None:
+            return ended + self._pool(self._pooler, scheduled, logits)
         if any(sequence.params.prompt_logprobs is not None for sequence, _ in scheduled):
             ended += self._score_prompts(scheduled, logits)
         return ended + self._sample(scheduled, logits)
@@ -213,6 +216,7 @@ class Engine:
         prompt, params, worker = request.prompt, request.params, self.worker
         limit = self.card.context_length
         try:
+            check_task(params, self.card.pooling)
             check_prompt(prompt, worker.input_ids, limit, worker.position_axes, worker.source_axes)
             nbytes = check_media(prompt, worker.encoder, worker.dtype.itemsize, crossing=worker.source_pages > 0)
             talker = None if params.speech is None else self.speaking.prompt(prompt, params, params.speech)
@@ -230,7 +234,15 @@ class Engine:
             params = replace(params, max_new_tokens=max(room, 1))
         rules_of_text = TextRules(rules, prompt.token_ids)
         sequence = Sequence(
-            self._next_request, params, prompt, rules_of_text, nbytes, talker, all_logits, self._whole_tokens
+            self._next_request,
+            params,
+            prompt,
+            rules_of_text,
+            nbytes,
+            talker,
+            all_logits or (self._pooler is not None and self._pooler.pooling.reads_all),
+            self._whole_tokens,
+            worker.whole_texts,
         )
         if num_pages(sequence.max_cached) > worker.pages:
             raise RequestError(
@@ -245,6 +257,24 @@ class Engine:
             raise RequestError(f"{where}: {e}") from e
         self._next_request += 1
         return sequence
+
+    def _pool(self, pooler: Pooler, scheduled: Scheduled, hidden: Tensor) -> list[Event]:
+        """Return the vectors or scores of the texts that are complete.
+
+        The pages of texts that become vectors are not kept: few texts repeat. The texts that are compared with one
+        query begin alike.
+        """
+        events: list[Event] = []
+        for (sequence, chunk), rows in zip(scheduled, rows_of(scheduled), strict=True):
+            values = pooler.take(sequence, chunk, hidden[rows.start : rows.stop])
+            if values is None:
+                continue
+            if not values.isfinite().all():
+                events.append(self._fail(sequence))
+                continue
+            self.cancel(sequence.request, share=pooler.pooling.task == "rerank")
+            events.append(PooledEvent(sequence.request, values.numpy().tobytes(), _start(sequence)))
+        return events
 
     def _collect_grammar_masks(self) -> list[Event]:
         """Collects finished masks, and ends the sequences whose grammar is complete or has failed."""
@@ -267,7 +297,7 @@ class Engine:
         """Return the log-probabilities of the tokens of prompts that follow the rows of `logits`, before sampling
         changes these."""
         events: list[Event] = []
-        for (sequence, chunk), rows in zip(scheduled, _rows_of(scheduled), strict=True):
+        for (sequence, chunk), rows in zip(scheduled, rows_of(scheduled), strict=True):
             count, end = sequence.params.prompt_logprobs, chunk.start + len(chunk.token_ids)
             first = end - chunk.logits + 1
             following = sequence.prompt.token_ids[first : end + 1]
@@ -364,9 +394,3 @@ def _start(sequence: Sequence) -> Start | None:
         return None
     sequence.has_begun = True
     return Start(sequence.hits, time.monotonic() - sequence.admitted_s)
-
-
-def _rows_of(scheduled: Scheduled) -> list[range]:
-    """Return the rows of logits of every chunk of a step."""
-    stops = list(accumulate(chunk.logits for _, chunk in scheduled))
-    return [range(stop - chunk.logits, stop) for stop, (_, chunk) in zip(stops, scheduled, strict=True)]

@@ -1,8 +1,21 @@
 """Refuses prompts that cannot run, before they wait for anything."""
 
+from tilerank.loader.pooling import Pooling
+
 from ..protocol.errors import RequestError
+from ..protocol.params import SamplingParams
 from ..protocol.prompt import Medium, Prompt
 from ..step.model import Encoder
+
+
+def check_task(params: SamplingParams, pooling: Pooling | None) -> None:
+    """Check that a request is for what the model makes of texts. Raises RequestError."""
+    if (params.pooling is None) == (pooling is None):
+        return
+    if pooling is None:
+        raise RequestError("the model generates text, no vectors or scores")
+    does = "embeds texts" if pooling.task == "embed" else "scores pairs of texts"
+    raise RequestError(f"the model {does}, and generates none")
 
 
 def check_prompt(prompt: Prompt, vocab: int, context_length: int, axes: int, source_axes: int) -> None:

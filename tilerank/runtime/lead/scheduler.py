@@ -118,7 +118,7 @@ class Scheduler(BaseScheduler[Sequence]):
         The choices of one request, and requests with one system prompt, often arrive together: the first one computes
         the common pages for all. Pages are asked before the kinds that a model has beside them.
         """
-        for other in self.running if not sequence.scoring else ():
+        for other in self.running if sequence.reusable_keys and not sequence.scoring else ():
             if all(kind.will_share(other, sequence) for kind in reversed(self.kinds)):
                 return other
         return None

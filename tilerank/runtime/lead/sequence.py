@@ -1,11 +1,13 @@
 """A text sequence: the tokens of one request while it waits and runs, and the chunks of them that the ranks compute."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..protocol.prompt import Prompt
 from ..protocol.rank_messages import Chunk
 from .grammar_masks import GrammarMask
 from .logits_rules import Bits, TextRules
+from .pooled_tokens import PooledTokens
 from .sampling import SamplingParams
 from .talker_prompt import TalkerPrompt
 
@@ -24,6 +26,8 @@ class Sequence:
     talker: what the talker reads of it; None for text that is not spoken.
     all_logits: whether the logits of all of its tokens are computed, so that none of them comes from the cache.
     whole_tokens: as in Encoder; 0 for a model without one.
+    is_whole: whether all of its tokens attend to each other, so that one chunk has all of them, and none of them comes
+        from the cache.
     tokens: the prompt and the tokens generated so far; the KV cache holds the first `cached` of them.
     keys: what their pages are shared by (prompt.py).
     number: names the sequence in messages to the ranks; a new one for each admission, -1 while it waits.
@@ -33,6 +37,7 @@ class Sequence:
         None before that.
     has_begun: whether the engine has reported its first event.
     scored: how many tokens of the prompt have given the scores of the tokens after them.
+    pooled: what the pooling has read of its tokens since it was last admitted.
     """
 
     request: int
@@ -43,6 +48,7 @@ class Sequence:
     talker: TalkerPrompt | None = None
     all_logits: bool = False
     whole_tokens: int = 0
+    is_whole: bool = False
     tokens: list[int] = field(init=False)
     keys: list[int] = field(init=False)
     number: int = -1
@@ -54,6 +60,7 @@ class Sequence:
     hits: int = 0
     has_begun: bool = False
     scored: int = 0
+    pooled: PooledTokens | None = None
 
     def __post_init__(self) -> None:
         self.tokens, self.keys = list(self.prompt.token_ids), list(self.prompt.keys)
@@ -91,8 +98,10 @@ class Sequence:
         return len(self.tokens) - self.cached
 
     def whole_rows(self, rows: int) -> int:
-        """Return how many of the next `rows` tokens a chunk may have that does not end within a medium whose tokens
-        attend to all of it."""
+        """Return how many of the next `rows` tokens a chunk may have that does not end within a medium, or a text,
+        whose tokens attend to all of it."""
+        if self.is_whole and rows < self.uncached:
+            return 0
         end = self.cached + rows
         for run in self.prompt.placeholder_ranges if self.whole_tokens else ():
             if run.start < end < run.start + run.count:
@@ -106,7 +115,7 @@ class Sequence:
 
     @property
     def reusable_keys(self) -> list[int]:
-        if self.all_logits:
+        if self.all_logits or self.is_whole:
             return []
         if self.talker is not None and self.prompt.placeholder_ranges and len(self.tokens) == self.prompt_len:
             # The talker needs the hidden states of media, which the cache does not have.
@@ -121,6 +130,12 @@ class Sequence:
 
 Scheduled = list[tuple[Sequence, Chunk]]
 """The sequences of a step, and the chunk of each."""
+
+
+def rows_of(scheduled: Scheduled) -> list[range]:
+    """Return the rows of logits of every chunk of a step."""
+    stops = list(accumulate(chunk.logits for _, chunk in scheduled))
+    return [range(stop - chunk.logits, stop) for stop, (_, chunk) in zip(stops, scheduled, strict=True)]
 
 
 def common_tokens(one: Sequence, other: Sequence, block: int, limit: int) -> int:

@@ -29,13 +29,29 @@ class FamilyOption:
 
 
 @dataclass(frozen=True)
+class PairTemplate:
+    """How a reranker reads a query and a document. In `before` and `after`, marks of the vocabulary become special
+    tokens; in `body`, which has places for instruction, query and document, they do not. Long documents are cut.
+
+    instruction: that of requests without one.
+    """
+
+    before: str
+    body: str
+    after: str
+    instruction: str
+
+
+@dataclass(frozen=True)
 class Family:
     """The properties of a family that launching and serving need. The defaults hold for a family without a record.
 
     processor: returns that of a model directory, or None if the model takes text only. tool_calls: the name of their
-    format where the chat template does not show it (server/chat/tools/formats.py); None if it always does.
+    format where the chat template does not show it (server/chat/tools/formats.py); None if it always does. pairs: what
+    its rerankers read; None if it has none.
     """
 
     processor: Callable[[Path, Tokenizer], Processor | None] | None = None
     tool_calls: str | None = None
     options: tuple[FamilyOption, ...] = ()
+    pairs: PairTemplate | None = None

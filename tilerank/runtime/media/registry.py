@@ -9,10 +9,12 @@ from functools import cache
 from pathlib import Path
 
 from tilerank.loader.card import ModelCard, read_config_fields
+from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 
 from .family import Family, FamilyOption, FamilyOptions
 from .processor import Processor
+from .task import TASK
 
 
 def family_of(model_type: str) -> Family:
@@ -25,7 +27,19 @@ def load_processor(model_dir: Path, tokenizer: Tokenizer) -> Processor | None:
     return build(model_dir, tokenizer) if build else None
 
 
+def check_pairs(card: ModelCard) -> None:
+    """Raise ConfigError for a reranker of a family of which it is not known how it reads a pair."""
+    if card.pooling is not None and card.pooling.task == "rerank" and family_of(card.model_type).pairs is None:
+        directory = card.fields.path.parent
+        raise ConfigError(f"{directory}: how rerankers of the family {card.model_type} read a pair is not known")
+
+
 def all_options() -> list[FamilyOption]:
+    """Return the options that change the card of a model: --task, and those of all families."""
+    return [TASK, *family_options()]
+
+
+def family_options() -> list[FamilyOption]:
     """Return the options of all families."""
     return list({option.name: option for family in _families().values() for option in family.options}.values())
 

@@ -43,9 +43,10 @@ class SelfAttention(Mixer[KVPages]):
     head_norms: q and k are normalised head by head before the rotation (`q_norm`, `k_norm`). joint_norm: all heads of q
     together are instead, and all of k (MiniMax-M2). gated: the query projection yields a gate for each head as well.
     scale: factor of the scores in place of 1 / sqrt(head_dim). window: a token attends to so many tokens, itself
-    included; 0: to all before it. sinks: every query head has a learned logit beside its scores, without a value
-    (`sinks`, gpt-oss). rotated: positions rotate q and k; a layer without head norms may leave them as they are
-    (SmolLM3). temperature: of q, after the rotation. projections: as in QKVParallelLinear.
+    included; 0: to all before it. both_sides: it attends to as many tokens after it as before it, so that a text is
+    computed as a whole and the tokens before a window stay. sinks: every query head has a learned logit beside its
+    scores, without a value (`sinks`, gpt-oss). rotated: positions rotate q and k; a layer without head norms may leave
+    them as they are (SmolLM3). temperature: of q, after the rotation. projections: as in QKVParallelLinear.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class SelfAttention(Mixer[KVPages]):
         gated: bool = False,
         scale: float | None = None,
         window: int = 0,
+        both_sides: bool = False,
         sinks: bool = False,
         rotated: bool = True,
         temperature: Temperature | None = None,
@@ -103,19 +105,23 @@ class SelfAttention(Mixer[KVPages]):
         self.rotated = rotated
         self.temperature = temperature
         self.window = window
+        self.both_sides = both_sides
+        self.reach = window - 1 if both_sides and window else 0
         self.sinks: PlainParameter | None = None
         if sinks:
             span = self.qkv.heads.q[sharding.rank]
             self.sinks = PlainParameter((span.size,), torch.float32)
             self.sinks.fill(f"{name}.sinks", (heads,), slice(span.start, span.stop))
-        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype, window)
+        kept = 0 if both_sides else window
+        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype, kept)
 
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
         queries, k, v = self.qkv(x)
         dim = self.qkv.head_dim
         q = part_of_heads(queries, 0, dim)
         self._rotate(q, k, rope, batch.positions)
-        tables = batch.tables(self.window)
+        tables = batch.tables(0 if self.both_sides else self.window)
+        visible = batch.visible if only is None else only.visible
         store_kv(k, v, cache, tables.slots)
         starts = batch.query_starts
         if only is not None:
@@ -131,7 +137,7 @@ class SelfAttention(Mixer[KVPages]):
             self.scale,
             window=self.window,
             sinks=None if self.sinks is None else self.sinks.data,
-            visible=batch.visible if only is None else only.visible,
+            visible=None if visible is None else visible.of(self.window),
         )
         if self.gated:
             sigmoid_gate_(heads, part_of_heads(queries, dim, dim))

@@ -11,7 +11,8 @@ A family composes a Decoder from mixers and MLPs and gives the names under which
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.heads import join_heads, split_heads
 from tilerank.loader.card import ModelCard
+from tilerank.loader.headers import stored_tensors
 from tilerank.loader.tied_head import tied_module
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding, VocabParallelEmbedding
@@ -67,6 +69,15 @@ class DecoderNames:
         number, _, _ = name.removeprefix(before).partition(".")
         return name.startswith(before) and number.isdecimal() and int(number) >= num_layers
 
+    def of_base_model(self) -> "DecoderNames":
+        """Return the names in a checkpoint of the layers alone, which lack the prefix that those with a head have."""
+        of_parts: dict[str, Any] = {
+            field.name: value.removeprefix("model.")
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), str)
+        }
+        return replace(self, **of_parts)
+
 
 C = TypeVar("C", bound=Cache)
 
@@ -75,12 +86,15 @@ class Mixer(Layer, Generic[C]):
     """The part of a layer that mixes tokens, such as self-attention, over a cache of kind C.
 
     cache_spec: what it keeps of a sequence. rotation: of its queries and keys; None: that of the decoder.
-    rotates_source: whether it is cross-attention that rotates keys.
+    rotates_source: whether it is cross-attention that rotates keys. both_sides: whether tokens attend to later ones,
+    and reach: to how many after them, if not to all.
     """
 
     cache_spec: CacheSpec
     rotation: Rotation | None = None
     rotates_source: bool = False
+    both_sides: bool = False
+    reach: int = 0
 
     def store_source(self, rows: Tensor, rope: Tensor | None, slots: Tensor, cache: C) -> None:
         """Store what the layer keeps of encodings (model.py: Model.store_source): nothing but in cross-attention."""
@@ -272,7 +286,8 @@ class DecoderLayers(Layer):
 
 
 class Decoder(DecoderLayers, Model):
-    """A decoder-only language model, of text alone or with an encoder of media."""
+    """A decoder-only language model, of text alone or with an encoder of media. One that embeds or scores texts has no
+    output head."""
 
     def __init__(
         self,
@@ -297,13 +312,20 @@ class Decoder(DecoderLayers, Model):
         embeddings of tokens, not of encodings. logits_cap: logits become cap * tanh(logits / cap).
         """
         hidden, vocab = config.hidden_size, card.vocab_size
-        self._names = names
         self._num_layers = config.num_layers
         directory, announced = card.fields.path.parent, config.tie_word_embeddings
+        self._has_head = card.pooling is None
+        if not self._has_head:
+            names = _stored_names(names, directory)
+        self._names = names
         self._tied = tied_module(directory, names.embedding, names.head, announced=announced)
         self.embedding: VocabParallelEmbedding | TiedEmbedding
         self.head: Callable[[Tensor], Tensor]
-        if self._tied is not None:
+        if not self._has_head:
+            name = self._tied or names.embedding
+            self.embedding = VocabParallelEmbedding(name, vocab + spare_ids, hidden, sharding)
+            self.head = _unchanged
+        elif self._tied is not None:
             self.embedding = TiedEmbedding(self._tied, vocab, hidden, sharding, spare_ids=spare_ids)
             self.head = self.embedding.logits
         else:
@@ -314,7 +336,9 @@ class Decoder(DecoderLayers, Model):
         self.position_axes = config.rope.axes
         self.spare_ids = spare_ids
         self._embedding_factor = embedding_factor
-        self._logits_cap = logits_cap
+        self._logits_cap = logits_cap if self._has_head else None
+        self.whole_texts = any(layer.mixer.both_sides for layer in self.layers)
+        self.reach = max(layer.mixer.reach for layer in self.layers)
 
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
         x, inserts = self.embedding(batch.token_ids), batch.inserts
@@ -326,6 +350,10 @@ class Decoder(DecoderLayers, Model):
         if self._logits_cap is not None:
             ops.soft_cap_(logits, self._logits_cap)
         return logits
+
+    @property
+    def head_module(self) -> str:
+        return self._tied or self._names.head
 
     @property
     def rotates_source(self) -> bool:
@@ -346,6 +374,18 @@ class Decoder(DecoderLayers, Model):
 
     def ignore(self, name: str) -> bool:
         repeats = self._tied == self._names.embedding and name == f"{self._names.head}.weight"
-        is_spare = name.endswith(".rotary_emb.inv_freq") or repeats
+        unused = () if self._has_head else (f"{self._names.head}.", "score.")
+        is_spare = name.endswith(".rotary_emb.inv_freq") or repeats or name.startswith(unused)
         is_draft = self._names.drafts and self._names.is_after(name, self._num_layers)
         return is_spare or is_draft or name.startswith(self._names.left_out)
+
+
+def _stored_names(names: DecoderNames, model_dir: Path) -> DecoderNames:
+    """Return the names that the checkpoint of a model without a head has."""
+    tensors = stored_tensors(model_dir) or {}
+    is_base = f"{names.embedding.removeprefix('model.')}.weight" in tensors
+    return names.of_base_model() if is_base else names
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x

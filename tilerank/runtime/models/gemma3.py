@@ -4,7 +4,8 @@
 
 The second norm is that of the sum over the ranks. The weights of norms are stored minus one. Most layers attend to a
 window, every sixth to all tokens; the two kinds have rotations of their own. Embeddings are scaled by
-sqrt(hidden size), but not the rows of the output head, which is the same weight.
+sqrt(hidden size), but not the rows of the output head, which is the same weight. In EmbeddingGemma, which has no head,
+tokens attend to those after them as well.
 """
 
 from dataclasses import replace
@@ -56,11 +57,12 @@ def gemma3(card: ModelCard, sharding: Sharding) -> Decoder:
 
 def _decoder(card: ModelCard, sharding: Sharding, prefix: str, tower: SiglipTower | None = None) -> Decoder:
     text = card.text
+    both_sides = _attends_to_both_sides(card, tower)
     _refuse_unsupported(text)
     c = read_text_config(text, whole=card.fields, layer_kinds=_KINDS, rope_kind=FULL_ATTENTION)
     c = replace(c, zero_centered_norms=True)
     sliding = replace(c, rope=read_layer_rope(text, c.rotary_dim, SLIDING_ATTENTION))
-    windows = _windows(text, c.num_layers)
+    windows = _windows(text, c.num_layers, both_sides=both_sides)
     bias = text.flag("attention_bias")
     scale = text.number("query_pre_attn_scalar", 0.0, 1e6) ** -0.5
 
@@ -74,6 +76,7 @@ def _decoder(card: ModelCard, sharding: Sharding, prefix: str, tower: SiglipTowe
             head_norms=True,
             scale=scale,
             window=windows[layer],
+            both_sides=both_sides,
         )
 
     names = DecoderNames(
@@ -92,10 +95,11 @@ def _decoder(card: ModelCard, sharding: Sharding, prefix: str, tower: SiglipTowe
     return Decoder(card, c, sharding, names, mixer, mlp, tower, spare_ids=spare, embedding_factor=factor)
 
 
-def _windows(c: Fields, num_layers: int) -> list[int]:
+def _windows(c: Fields, num_layers: int, *, both_sides: bool) -> list[int]:
     """Return the tokens that a token of each layer attends to; 0: all before it.
 
-    Layers are as listed, or else every n-th attends to all. transformers ignores the second of _PATTERNS.
+    Layers are as listed, or else every n-th attends to all. transformers ignores the second of _PATTERNS. both_sides:
+    the stored window counts the tokens on both sides; half of them are before a token.
     """
 
     def every(n: int) -> list[str]:
@@ -108,14 +112,24 @@ def _windows(c: Fields, num_layers: int) -> list[int]:
         if of_pattern != kinds:
             raise c.fail(key, f"the pattern of {'layer_types' if c.has('layer_types') else _PATTERNS[0]}")
     window = c.integer("sliding_window", 1, MAX_WINDOW) if SLIDING_ATTENTION in kinds else 0
+    window = window // 2 + 1 if both_sides and window else window
     return [window if kind == SLIDING_ATTENTION else 0 for kind in kinds]
+
+
+def _attends_to_both_sides(card: ModelCard, tower: SiglipTower | None) -> bool:
+    """Return whether tokens attend to later ones, as in EmbeddingGemma. Raises ConfigError for a model that generates
+    text from them."""
+    key, c = "use_bidirectional_attention", card.text
+    if not c.has(key) or c.values[key] is False:
+        return False
+    if card.pooling is None or tower is not None:
+        raise c.fail(key, "false (a model that generates text cannot attend to later tokens)")
+    return c.flag(key)
 
 
 def _refuse_unsupported(c: Fields) -> None:
     if c.text("hidden_activation") != "gelu_pytorch_tanh":
         raise c.fail("hidden_activation", "'gelu_pytorch_tanh'")
-    if c.has("use_bidirectional_attention") and c.values["use_bidirectional_attention"] is not False:
-        raise c.fail("use_bidirectional_attention", "false (attention to later tokens is not supported)")
     for key in _CAPS:
         if c.has(key):
             raise c.fail(key, "null (capped scores and logits are not supported)")

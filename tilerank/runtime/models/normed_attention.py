@@ -85,6 +85,6 @@ class NormedAttention(Mixer[KVPages]):
             self.qkv.kv_map,
             1.0,
             window=self.window,
-            visible=visible if self.window else None,
+            visible=visible.windowed if visible is not None and self.window else None,
         )
         return self.out(join_heads(heads))

@@ -56,7 +56,15 @@ class FailedEvent(msgspec.Struct, frozen=True, array_like=True, tag=4):
     sentence: str
 
 
-Event = TokenEvent | ScoredEvent | SoundEvent | EndedEvent | FailedEvent
+class PooledEvent(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The vector of the prompt of request number `request`, or its score: float32, little-endian. Its last event."""
+
+    request: int
+    values: bytes
+    start: Start | None = None
+
+
+Event = TokenEvent | ScoredEvent | SoundEvent | EndedEvent | FailedEvent | PooledEvent
 
 
 def is_last(event: Event, speaks: bool) -> bool:

@@ -30,6 +30,13 @@ class SpeechParams(msgspec.Struct, frozen=True):
     voice: str
 
 
+class PoolingParams(msgspec.Struct, frozen=True):
+    """The prompt becomes a vector or a score (loader/pooling.py) in place of text. dimensions: how many of the first
+    numbers of the vector are wanted; 0 for all."""
+
+    dimensions: int = 0
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of sampling, and of the end of a request. Raises RequestError for bad values.
@@ -54,6 +61,7 @@ class SamplingParams:
         token is left.
     prompt_logprobs: number of alternatives to report for each token of the prompt; None if it is not scored.
     speech: how the text is spoken; None for text alone.
+    pooling: None for a model that generates text; for others, no token is generated.
     """
 
     max_new_tokens: int = 128
@@ -76,6 +84,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
     speech: SpeechParams | None = None
+    pooling: PoolingParams | None = None
 
     def __post_init__(self) -> None:
         for name, (least, most, expected) in _RANGES.items():

@@ -31,7 +31,7 @@ from tilerank.parallel.sharding import Sharding
 from ..protocol import rank_messages
 from ..protocol.errors import EngineError
 from ..protocol.rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
-from ..protocol.sizes import MAX_RUNNING, num_states, num_window_tokens
+from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK, num_states, num_window_tokens
 from ..protocol.speech_messages import SpeechStep
 from ..step.batch import BatchFiller, BatchLimits, RankSequence
 from ..step.bytes_per_step import bytes_per_step
@@ -83,6 +83,8 @@ class Worker:
             group.rank, group.size, config.dtype, group, config.strategy, tokens, formats, config.kv_dtype, kv_split
         )
         self._model = build_model(self.card, sharding)
+        if self._model.whole_texts and self.card.context_length > PREFILL_CHUNK:
+            self.card = replace(self.card, context_length=PREFILL_CHUNK)
         products = None
         if held_codes(self.card.quantization, config.quantization) == "int4":
             products = f"int4 weights are multiplied with activations of {config.activation_bits} bits"
@@ -167,6 +169,16 @@ class Worker:
         return 2.0 * self._encodings.tensors[encoding].shape[-1] * columns * self.team.group.size
 
     @property
+    def whole_texts(self) -> bool:
+        """Whether all tokens of a text attend to each other, so that one step computes them, at most PREFILL_CHUNK."""
+        return self._model.whole_texts
+
+    @property
+    def head_module(self) -> str:
+        """As in Model."""
+        return self._model.head_module
+
+    @property
     def input_ids(self) -> int:
         """The number of ids that prompts may have."""
         return self.card.vocab_size + self._model.spare_ids
@@ -219,8 +231,8 @@ class Worker:
         self.team.group.barrier()
 
     def run(self, step: Step) -> Tensor:
-        """Compute a step. Returns fp32 logits [m, vocab] of the m tokens whose logits it asks for, valid until the next
-        call. All ranks call this with the same step."""
+        """Compute a step. Returns what Model.forward returns of the m tokens whose logits it asks for, valid until the
+        next call. All ranks call this with the same step."""
         for number in step.finished:
             self._held.pop(number, None)
         self._encodings.forget(step.forgotten)

@@ -21,6 +21,8 @@ from .apis.messages.answer import error_body
 from .apis.messages.body import CountTokensRequest, MessageRequest
 from .apis.messages.routes import MessageEndpoints
 from .apis.models import ModelEndpoints
+from .apis.pooling.embeddings import EmbeddingEndpoints, EmbeddingRequest
+from .apis.pooling.scores import RerankRequest, ScoreEndpoints, ScoreRequest
 from .apis.reference import Handler, Operation, ReferenceEndpoints
 from .apis.responses.body import ResponseRequest
 from .apis.responses.routes import ResponseEndpoints
@@ -32,6 +34,8 @@ from .http.form import FORM
 from .http.memory import MemoryMiddleware
 from .link.client import EngineClient
 
+_TASKS = {"generate": "generates text", "embed": "embeds texts", "rerank": "scores pairs of texts"}
+
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> Starlette:
     """Return the ASGI application."""
@@ -40,6 +44,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     models, tokenize = ModelEndpoints(service), TokenizeEndpoints(service)
     responses, messages = ResponseEndpoints(service), MessageEndpoints(service)
     speech, transcriptions = SpeechEndpoints(service), TranscriptionEndpoints(service)
+    embeddings, scores = EmbeddingEndpoints(service), ScoreEndpoints(service)
     operations = [
         Operation("POST", "/v1/chat/completions", chat.chat, ChatCompletion),
         Operation("POST", "/v1/chat/completions/render", chat.render, ChatCompletion),
@@ -52,7 +57,18 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("POST", "/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
         Operation("POST", "/v1/audio/speech", speech.speak, SpeechRequest),
         Operation("POST", "/v1/audio/transcriptions", transcriptions.transcribe, TranscriptionRequest, takes=FORM),
-        Operation("POST", "/v1/embeddings", models.embeddings),
+    ]
+    operations = [one._replace(tasks=("generate",)) for one in operations]
+    operations += [
+        Operation("POST", "/v1/embeddings", embeddings.embed, EmbeddingRequest, tasks=("embed",)),
+        *(
+            Operation("POST", path, scores.rerank, RerankRequest, tasks=("embed", "rerank"))
+            for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        ),
+        *(
+            Operation("POST", path, scores.score, ScoreRequest, tasks=("embed", "rerank"))
+            for path in ("/v1/score", "/score")
+        ),
         Operation("GET", "/v1/models", models.models),
         Operation("GET", "/v1/models/{model:path}", models.model),
         Operation("POST", "/tokenize", tokenize.tokenize, Tokenize),
@@ -73,7 +89,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("GET", "/docs", reference.page, public=True),
     ]
     routes = [
-        Route(one.path, one.handler if one.public else _guarded(one.handler, settings.api_key), methods=[one.method])
+        Route(one.path, one.handler if one.public else _guarded(one, settings), methods=[one.method])
         for one in operations
     ]
     app = Starlette(
@@ -92,14 +108,19 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
     return app
 
 
-def _guarded(handler: Handler, key: str | None) -> Handler:
-    """Return the handler behind a check of the API key."""
+def _guarded(operation: Operation, settings: ServerSettings) -> Handler:
+    """Return the handler of an operation behind checks of the API key and of the task of the model."""
+    key, task = settings.api_key, settings.task
 
     async def checked(request: Request) -> Response:
         if key is not None and not hmac.compare_digest(_given_key(request).encode(), key.encode()):
             message = "Expected this server's API key as a bearer token, or in the header x-api-key."
             raise ApiError(401, message, code="invalid_api_key")
-        return await handler(request)
+        if operation.tasks and task not in operation.tasks:
+            wanted = " or ".join(_TASKS[one] for one in operation.tasks)
+            message = f"{settings.model} {_TASKS[task]}; {request.url.path} needs a model that {wanted}."
+            raise ApiError(400, message, code="unsupported_endpoint")
+        return await operation.handler(request)
 
     return checked
 

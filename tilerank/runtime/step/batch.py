@@ -19,6 +19,7 @@ from .latent_forms import ContextPart, Expands, LatentForms, Runs, latent_forms
 from .media_rows import Inserts, Kept, int64
 from .page_tables import PageTables
 from .source_runs import RankSource, SourceFiller, SourceRuns
+from .visible import VisibleEnds, ends_on_both_sides, ends_with_media
 
 TILE_ROWS = 16
 """From this batch size on, padded sizes are this far apart: a matrix tile computes so many rows anyway."""
@@ -45,12 +46,12 @@ class RankSequence:
 class LogitRows:
     """The m rows of a batch whose logits are computed, the last ones of each sequence.
 
-    rows: [m] int64. starts: [s + 1] int32, the first of a sequence's rows among them. visible: [m] int32, as in Batch.
+    rows: [m] int64. starts: [s + 1] int32, the first of a sequence's rows among them. visible: as in Batch.
     """
 
     rows: Tensor
     starts: Tensor
-    visible: Tensor | None = None
+    visible: VisibleEnds | None = None
 
     def take(self, x: Tensor) -> Tensor:
         """x[t, d] -> [m, d]"""
@@ -85,8 +86,8 @@ class Batch:
         have it.
     kept: None in recorded decode steps.
     windows: None for models without layers with a window.
-    visible: [t] int32, the end of the tokens of its sequence that a row attends to. None if it attends to itself and
-        those before it, as all rows do but those of pictures that attend to a whole picture.
+    visible: up to where rows attend. None if all attend to themselves and those before them, as in texts of models that
+        generate text.
     """
 
     token_ids: Tensor
@@ -102,7 +103,7 @@ class Batch:
     source: SourceRuns | None = None
     kept: Kept | None = None
     windows: WindowTables | None = None
-    visible: Tensor | None = None
+    visible: VisibleEnds | None = None
 
     def last_rows(self) -> "Batch":
         """Return a batch for layers that store nothing and compute only the rows with logits.
@@ -165,7 +166,8 @@ class BatchContent:
     expands: which sequences latent attention expands (latent_forms.py); None for a model without it.
     context_part: what this rank reads of a context, if ranks share contexts out.
     kept_layer: as in Kept; 0 for a model that does not speak.
-    whole_media: whether the tokens of a medium attend to all of it.
+    whole_media: whether the tokens of a medium attend to all of it. whole_texts: whether those of a text do. reach: to
+        how many tokens after it a token attends in layers with a window, if so.
     """
 
     position_axes: int = 1
@@ -175,6 +177,8 @@ class BatchContent:
     context_part: ContextPart | None = None
     kept_layer: int = 0
     whole_media: bool = False
+    whole_texts: bool = False
+    reach: int = 0
 
 
 @dataclass(frozen=True)
@@ -234,7 +238,7 @@ class BatchFiller:
             for chunk, stop in zip(step.chunks, rows.starts[1:], strict=True)
             for row in range(stop - chunk.logits, stop)
         ]
-        visible = media_rows.visible(step, rows.starts) if content.whole_media else None
+        visible = self._visible(step, rows.starts)
         return Batch(
             token_ids=int64(rows.token_ids),
             positions=torch.stack([int64(positions) for positions in rows.positions]),
@@ -253,6 +257,11 @@ class BatchFiller:
             windows=WindowTables(*self._window_pages.fresh(step, window_tables)) if self._window_pages else None,
             visible=visible,
         )
+
+    def _visible(self, step: Step, starts: list[int]) -> VisibleEnds | None:
+        if self._content.whole_texts:
+            return ends_on_both_sides(step, self._content.reach)
+        return ends_with_media(step, starts) if self._content.whole_media else None
 
     def padded(self, step: Step, held: Mapping[int, RankSequence]) -> Batch:
         """Fill the shared tensors with a decode step, padded to `padded_size` rows. The same size gives the same Batch,
@@ -326,8 +335,8 @@ def _sources(step: Step, held: Mapping[int, RankSequence]) -> dict[int, RankSour
     return {chunk.sequence: held[chunk.sequence].source for chunk in step.chunks}
 
 
-def _logit_rows(rows: list[int], step: Step, visible: Tensor | None) -> LogitRows:
+def _logit_rows(rows: list[int], step: Step, visible: VisibleEnds | None) -> LogitRows:
     starts = accumulate((chunk.logits for chunk in step.chunks), initial=0)
     numbers = torch.tensor(rows, dtype=torch.int64)
-    of_rows = None if visible is None else visible[numbers]
+    of_rows = None if visible is None else visible.take(numbers)
     return LogitRows(numbers, torch.tensor(list(starts), dtype=torch.int32), of_rows)

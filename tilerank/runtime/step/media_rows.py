@@ -1,4 +1,4 @@
-"""The rows of media in a batch: what they take in, what they see, and which of them are kept for speech."""
+"""The rows of media in a batch: what they take in, and which of them are kept for speech."""
 
 from array import array
 from collections.abc import Mapping
@@ -68,21 +68,6 @@ def kept(step: Step, starts: list[int], layer: int) -> Kept | None:
         for row in range(start + i.start, start + i.start + i.count)
     ]
     return Kept(layer, int64(rows)) if rows else None
-
-
-def visible(step: Step, starts: list[int]) -> Tensor | None:
-    """Return the end of the tokens that each row attends to; None if that is the row itself for all. starts: as in
-    `inserts`."""
-    if not any(chunk.placeholder_ranges for chunk in step.chunks):
-        return None
-    ends = array("i")
-    for first, chunk in zip(starts, step.chunks, strict=False):
-        ends.extend(range(chunk.start + 1, chunk.start + 1 + len(chunk.token_ids)))
-        for run in chunk.placeholder_ranges:
-            # A chunk that holds some tokens of a medium holds all that follow them.
-            begin, end = first + run.start, first + run.start + run.count
-            ends[begin:end] = array("i", [chunk.start + run.start + run.count] * run.count)
-    return torch.frombuffer(ends, dtype=torch.int32)
 
 
 def int64(values: list[int]) -> Tensor:

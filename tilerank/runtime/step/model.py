@@ -63,6 +63,7 @@ class Model(Layer):
     expands: decides for which sequences latent attention computes keys and values (latent_forms.py); None for a model
         without latent attention.
     context_part: the part of every context that this rank reads; None if each rank reads whole contexts.
+    whole_texts, reach: as in BatchContent.
     """
 
     position_axes: int = 1
@@ -71,6 +72,8 @@ class Model(Layer):
     speaker: Speaker | None = None
     expands: Expands | None = None
     context_part: ContextPart | None = None
+    whole_texts: bool = False
+    reach: int = 0
 
     @abstractmethod
     def cache_specs(self) -> list[CacheSpec]:
@@ -86,14 +89,22 @@ class Model(Layer):
             self.context_part,
             self.speaker.kept_layer if self.speaker else 0,
             self.encoder is not None and self.encoder.whole_tokens > 0,
+            self.whole_texts,
+            self.reach,
         )
 
     @abstractmethod
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
-        """Return fp32 logits [m, vocab] of the batch's m logit rows, the same bits on every rank.
+        """Return fp32 logits [m, vocab] of the batch's m logit rows, the same bits on every rank. A model that embeds
+        or scores texts returns these rows after the last norm, [m, hidden].
 
         Calls kernels and makes views, and never reads values: steps are recorded (kernels/graph.py).
         """
+
+    @property
+    @abstractmethod
+    def head_module(self) -> str:
+        """The module of the checkpoint that has the weight of the output head, which may be the embedding."""
 
     @property
     @abstractmethod

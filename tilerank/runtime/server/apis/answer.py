@@ -93,6 +93,13 @@ def json_response(value: Json) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
+async def json_answer(value: Json, nbytes: int) -> Response:
+    """Return the response with a JSON object of about so many bytes; a long one is written in a thread."""
+    if nbytes > LONG_ANSWER:
+        return await asyncio.get_running_loop().run_in_executor(_FORMATTING, json_response, value)
+    return json_response(value)
+
+
 def as_json(values: Sequence[Any]) -> list[Any]:
     """Return the values with objects as JSON, which takes a fifth of their memory until an answer is complete."""
     return [msgspec.Raw(msgspec.json.encode(one)) if isinstance(one, dict) else one for one in values]

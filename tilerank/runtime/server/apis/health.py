@@ -8,7 +8,7 @@ import prometheus_client
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ...protocol.params import SamplingParams
+from ...protocol.params import PoolingParams, SamplingParams
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
 from ..link.client import EngineGoneError, RefusedError
@@ -31,7 +31,7 @@ class HealthEndpoints:
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """GET /health_generate. Generates one token, which involves every rank."""
+        """GET /health_generate. Generates one token, or embeds or scores a text of one, which involves every rank."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._generate())
             self._probe.add_done_callback(_mark_retrieved)
@@ -45,7 +45,10 @@ class HealthEndpoints:
         return Response()
 
     async def _generate(self) -> None:
-        async with aclosing(self._service.client.generate(Prompt([0]), SamplingParams(max_new_tokens=1))) as tokens:
+        params = SamplingParams(max_new_tokens=1)
+        if self._service.settings.pooling is not None:
+            params = SamplingParams(max_new_tokens=0, pooling=PoolingParams())
+        async with aclosing(self._service.client.generate(Prompt([0]), params)) as tokens:
             async for _ in tokens:
                 pass
 

@@ -1,4 +1,4 @@
-"""The endpoints that describe the model: /v1/models, /tokenizer_info and /version; /v1/embeddings is refused."""
+"""The endpoints that describe the model: /v1/models, /tokenizer_info and /version."""
 
 from typing import Any
 
@@ -38,11 +38,6 @@ class ModelEndpoints:
     async def version(self, request: Request) -> Response:
         """GET /version. Shows the version of tilerank."""
         return JSONResponse({"version": self._service.settings.version})
-
-    async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings. Always refused: models of this server generate text."""
-        model = self._service.settings.model
-        raise ApiError(400, f"{model} generates text; this server has no embeddings.", code="unsupported_endpoint")
 
     def _model(self) -> dict[str, Any]:
         service = self._service

@@ -21,7 +21,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 class Operation(NamedTuple):
     """The documentation of a method and a path.
 
-    body: of the request, None for none. public: needs no key. takes: the content type of the body.
+    body: of the request, None for none. public: needs no key. takes: the content type of the body. tasks: of the models
+    that it is for (--task); empty for all.
     """
 
     method: str
@@ -30,6 +31,7 @@ class Operation(NamedTuple):
     body: type[pydantic.BaseModel] | None = None
     public: bool = False
     takes: str = "application/json"
+    tasks: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:

@@ -21,9 +21,11 @@ from starlette.responses import Response
 
 from tilerank.loader.chat.template import ReasoningStart
 from tilerank.loader.generation_config import SamplingDefaults
+from tilerank.loader.pooling import Pooling
 from tilerank.loader.tokenizer import Tokenizer
 
 from ...media.decoder import DecodedMedium
+from ...media.family import PairTemplate
 from ...media.messages import MediaSource
 from ...protocol.errors import MediaError, RequestError
 from ...protocol.prompt import Prompt
@@ -65,6 +67,12 @@ class ServerSettings:
     weights: str = "unknown"  # the format in which ranks hold them, such as bfloat16 or int4
     voices: tuple[str, ...] = ()  # with which the model speaks; none if it does not
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # those that a request leaves out
+    pooling: Pooling | None = None  # how the model embeds texts or scores pairs; None if it generates text
+    pairs: PairTemplate | None = None  # what it reads of a pair; None unless it scores pairs
+
+    @property
+    def task(self) -> str:
+        return "generate" if self.pooling is None else self.pooling.task
 
 
 class Service:

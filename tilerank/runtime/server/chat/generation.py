@@ -75,13 +75,13 @@ class Generation:
 
     def check_room(self) -> None:
         """Raise ApiError if the request cannot be queued now."""
-        with _api_errors():
+        with api_errors():
             self._client.check_room()
 
     async def run(self) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices as they are generated. Raises ApiError if a choice fails."""
         with ExitStack() as stack:
-            stack.enter_context(_api_errors())
+            stack.enter_context(api_errors())
             self._client.check_room()
             streams = [
                 stream
@@ -116,7 +116,7 @@ class Generation:
 
 
 @contextmanager
-def _api_errors() -> Iterator[None]:
+def api_errors() -> Iterator[None]:
     """Turn the errors of the engine client into those of the API."""
     try:
         yield

@@ -116,8 +116,11 @@ class PromptBuilder:
             [ids] = await self._encoder.encode([processor.write(rendered.text, media)], add_special_tokens=False)
         return ChatPrompt(await asyncio.to_thread(_with_digests, processor, ids, media), rendered.thinking)
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
-        """Return the token ids of texts. param: the field of the request that they come from."""
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, param: str, *, marks: bool = True
+    ) -> list[list[int]]:
+        """Return the token ids of texts. param: the field of the request that they come from. marks: special tokens in
+        a text become their ids."""
         if (together := sum(map(len, texts))) > MAX_TEXT:
             message = f"{param}: expected at most {MAX_TEXT} characters together, found {together}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
@@ -126,7 +129,7 @@ class PromptBuilder:
         if not texts:
             return []
         with self._text_errors(param):
-            return await self._encoder.encode(texts, add_special_tokens)
+            return await self._encoder.encode(texts, add_special_tokens, marks)
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word, at the beginning of a text and after a space."""

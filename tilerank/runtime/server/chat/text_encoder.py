@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
-from tilerank.loader.chat.template import ReasoningStart, Rendered
+from tilerank.loader.chat.template import ReasoningStart, Rendered, Segment
 from tilerank.loader.errors import TokenizerError
 from tilerank.loader.tokenizer import Tokenizer
 
@@ -69,8 +69,8 @@ class TextEncoder(Protocol):
     async def encode_chat(self, conversation: Conversation) -> tuple[list[int], ReasoningStart]:
         """Return the tokens of the text of a conversation, and how the answer to it begins."""
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return the tokens of each text."""
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool, marks: bool = True) -> list[list[int]]:
+        """Return the tokens of each text. marks: special tokens in a text become their ids."""
 
 
 class DirectTextEncoder:
@@ -89,8 +89,8 @@ class DirectTextEncoder:
         rendered = render(self._tokenizer, conversation)
         return encode_rendered(self._tokenizer, rendered, conversation.add_special_tokens), rendered.thinking
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return encode(self._tokenizer, texts, add_special_tokens)
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool, marks: bool = True) -> list[list[int]]:
+        return encode(self._tokenizer, texts, add_special_tokens, marks)
 
 
 def template_facts(tokenizer: Tokenizer) -> TemplateFacts:
@@ -124,10 +124,10 @@ def encode_rendered(tokenizer: Tokenizer, rendered: Rendered, add_special_tokens
     return ids
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-    """Return the tokens of each text. Raises TextError."""
+def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool, marks: bool = True) -> list[list[int]]:
+    """Return the tokens of each text. marks: special tokens in a text become their ids. Raises TextError."""
     with _token_errors():
-        encoded = [tokenizer.encode(text, add_special_tokens) for text in texts]
+        encoded = [tokenizer.encode_segments([Segment(text, marks)], add_special_tokens) for text in texts]
     _check_count(sum(map(len, encoded)))
     return encoded
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from statistics import fmean
@@ -111,6 +111,14 @@ class Metrics:
         """Count a request that is answered with an error."""
         self._errors.labels(str(status)).inc()
         self.errors += 1
+
+    def count_texts(self, lengths: Sequence[int], seconds: float) -> None:
+        """Count a request whose texts became vectors or scores. lengths: their tokens. seconds: until all of them were
+        there."""
+        for length in lengths:
+            self._prompt_length.observe(length)
+        self._finished.labels("stop").inc(len(lengths))
+        self._e2e.observe(seconds)
 
     async def measure(self, generation: Generation) -> AsyncGenerator[Delta]:
         """Run a request, yield its deltas and record their latencies."""

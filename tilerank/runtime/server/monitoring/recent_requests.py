@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ MINUTE_S = 60.0
 
 
 @dataclass(eq=False)
-class _RecentRequest:
+class RecentRequest:
     """Times are those of time.monotonic. end: why the request has ended."""
 
     id: str
@@ -30,21 +30,27 @@ class RecentRequests:
     """The last MAX_KEPT requests, and how those of the last minute ended."""
 
     def __init__(self) -> None:
-        self._requests: deque[_RecentRequest] = deque(maxlen=MAX_KEPT)
+        self._requests: deque[RecentRequest] = deque(maxlen=MAX_KEPT)
         self._ends: deque[tuple[float, str]] = deque()
 
     async def track(self, id: str, usage: Usage, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
         """Yield the same deltas and record the request. `id`: the request's id in the API."""
-        request = _RecentRequest(id, usage, time.monotonic())
-        self._requests.appendleft(request)
         reason = None
-        try:
+        with self.request(id, usage) as request:
             async with aclosing(deltas):
                 async for delta in deltas:
                     reason = delta.finish_reason or reason
                     request.first = request.first or time.monotonic()
                     yield delta
             request.end = reason
+
+    @contextmanager
+    def request(self, id: str, usage: Usage) -> Iterator[RecentRequest]:
+        """Record a request, which ends with the context. The caller sets why it has ended, unless it fails."""
+        request = RecentRequest(id, usage, time.monotonic())
+        self._requests.appendleft(request)
+        try:
+            yield request
         except ApiError:
             request.end = "failed"
             raise
