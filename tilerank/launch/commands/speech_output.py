@@ -8,7 +8,6 @@ import wave
 from pathlib import Path
 
 from tilerank.loader.card import ModelCard
-from tilerank.runtime.media.registry import with_options
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE, voices_of
 
@@ -31,16 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_speech(args: argparse.Namespace, card: ModelCard, prompts: int) -> SpeechParams | None:
-    """Return how the answer is spoken; None if it is not. Raises LaunchError for a model that does not speak, an
-    unknown voice, several prompts, or a file that cannot be written."""
+    """Return how the answer is spoken; None if it is not. card: with the options of the model. Raises LaunchError for a
+    model that does not speak, an unknown voice, several prompts, or a file that cannot be written."""
     if args.audio_out is None:
         if args.voice is not None:
             raise LaunchError("--voice needs --audio-out")
         return None
-    options = model.model_options(args).family
-    voices = voices_of(with_options(card, options))
+    voices = voices_of(card)
     if not voices:
-        found = ", ".join(options) if voices_of(card) else f"{card.model_type}, which does not"
+        silenced = "--no-talker" in model.model_options(args).family
+        found = "--no-talker" if silenced else f"{card.model_type}, which does not"
         raise LaunchError(f"--audio-out: expected a model that speaks, found {found}")
     if prompts != 1:
         raise LaunchError(f"--audio-out: expected one prompt, found {prompts}")
