@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.made_once import made_once
+from made_once import made_once
 
 CSRC = Path(__file__).resolve().parents[2] / "tilerank" / "kernels" / "csrc"
 FLAGS = ["-std=c++20", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"]

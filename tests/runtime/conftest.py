@@ -9,7 +9,7 @@ from batching import forget, pinned
 from families import RECORDS
 from references import run_reference
 
-from tests.made_once import made_once
+from made_once import made_once
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.media.processor import Processor

@@ -1,6 +1,6 @@
 """The families against their references, on tiny checkpoints whose heads, widths and vocabularies do not divide.
 
-families.py says which models there are, and on how many ranks, on which rungs and in which cuts they run.
+families/ has the models: on how many ranks, on which rungs and in which cuts they run.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from families import PLAIN, RECORDS, Record, Start
+from families import RECORDS
+from families.record import PLAIN, Record, Start
 from ranks import run_ranks
 
 Case = tuple[str, str, str, str, int]  # dtype, rung, cut, model, rows of a chunk

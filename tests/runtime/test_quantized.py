@@ -14,7 +14,7 @@ from encode import make
 from ranks import run_ranks
 from references import run_reference
 
-from tests.made_once import made_once
+from made_once import made_once
 from tilerank.loader.card import read_card
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.parallel.join import Team

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import SHORT
+from families.text import SHORT
 from ranks import Ranks, run_ranks
 from replay import DECODING
 from tiny import make_checkpoint
 
-from tests.made_once import made_once
+from made_once import made_once
 from tilerank.kernels import core
 from tilerank.parallel.join import join
 from tilerank.parallel.rendezvous import Membership

@@ -1,4 +1,4 @@
-"""What the ranks of a conformance test do: many models, cuts, dtypes and rungs in one start of them (families.py)."""
+"""What the ranks of a conformance test do: many models, cuts, dtypes and rungs in one start of them (families/)."""
 
 import hashlib
 import math

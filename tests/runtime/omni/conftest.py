@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from references import run_reference
 
-from tests.made_once import made_once
+from made_once import made_once
 from tests.runtime.omni.speech_cases import CASES, DIMS, FRAMES, NEW_TOKENS, SAMPLINGS
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from batching import single_engine
-from families import OMNI_CASES, OMNI_INPUTS
+from families.media import OMNI_CASES, OMNI_INPUTS
 from safetensors.torch import load_file
 from torch import Tensor
 

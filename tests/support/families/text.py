@@ -1,103 +1,7 @@
-"""What the conformance tests run of the families: a new family is one more record.
+"""Records of the families that take text, and of the text of others. Heads, widths and vocabularies do not divide."""
 
-Heads, widths and vocabularies of the tiny models do not divide. The towers of make_tiny.py have 4 heads and 136
-columns: of 6 ranks, the last have none.
-"""
+from .record import ALL, AUTO, BIASES, FP32, PAD, PLAIN, SPLIT, Dims, Record, Start, delta_nets, experts, fp32_starts, tiny
 
-import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from rungs import COMPILED, TESTED
-
-from tilerank.parallel.shard import Strategy
-from tilerank.parallel.sharding import KVSplit
-
-Dims = dict[str, Any]
-FP32, BOTH = ("float32",), ("float32", "bfloat16")
-ALL, BEST = tuple(COMPILED), tuple(COMPILED[:1])
-PLAIN = tuple(rung.name for rung in TESTED if rung.name == "reference")
-Cuts = tuple[Strategy, ...]
-PAD: Cuts = ("pad",)
-SPLIT: Cuts = ("split",)
-AUTO: Cuts = ("auto",)
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of ranks, which run every model in every cut and dtype on every rung. It has no rungs where this
-    machine has none of the kind.
-
-    models: some of the record's, all by default. chunk_rows: sizes of chunks of prompts; models with states are then
-    cut at pages, where the engine cuts them at blocks of 64 tokens. piece_tokens: so many tokens of a context are
-    expanded at a time (latent_forms.py).
-    """
-
-    tp: int
-    cuts: Cuts = ("pad", "split")
-    rungs: tuple[str, ...] = BEST
-    dtypes: tuple[str, ...] = BOTH
-    models: tuple[str, ...] = ()
-    threads: int = 1
-    chunk_rows: tuple[int, ...] = ()
-    piece_tokens: int | None = None
-    kv_split: KVSplit = "auto"
-
-    @property
-    def label(self) -> str:
-        marks = {"plain": self.rungs == PLAIN, "threads": self.threads > 1, "chunks": bool(self.chunk_rows)}
-        marks["contexts"] = self.kv_split == "on"
-        return "-".join([str(self.tp), *(mark for mark, holds in marks.items() if holds)])
-
-
-@dataclass(frozen=True)
-class Record:
-    """Models that have a reference in common, and what is expected of them.
-
-    reference: a module of tools/, which computes what is right (tools/reference.py). models: options of make_tiny.py,
-    and `options` of the family. prompts: the lengths of random prompts, if the reference takes any, drawn with `seed`.
-    dense, mixtures: by statistic, how many times as large the errors of our logits in bf16 may be as those of the
-    reference in bf16, both against the reference in fp32. Errors of `averaged` models may be larger, if the average
-    over the mixtures of the record is not. encodings: the same for the mean of the encodings on several ranks.
-    """
-
-    name: str
-    reference: str
-    models: dict[str, Dims]
-    new_tokens: int
-    starts: tuple[Start, ...]
-    prompts: tuple[int, ...] = ()
-    seed: int = 0
-    dense: Mapping[str, float] = field(default_factory=lambda: {"mean": 1.1})
-    mixtures: Mapping[str, float] = field(default_factory=lambda: {"mean": 1.3, "median": 1.1})
-    averaged: tuple[str, ...] = ()
-    encodings: float = 1.1
-
-    def jobs(self) -> dict[str, Dims]:
-        """Return the models as tools/reference.py takes them."""
-        draw, jobs = random.Random(self.seed), {}
-        for name, model in self.models.items():
-            texts = [[draw.randrange(model["vocab"]) for _ in range(length)] for length in self.prompts]
-            jobs[name] = {"by": self.reference, "prompts": texts, **model}
-        return jobs
-
-
-def tiny(family: str, seed: int, heads: tuple[int, int], **dims: Any) -> Dims:
-    """Return a model of make_tiny.py. heads: of queries, and of keys and values."""
-    return {"family": family, "seed": seed, "heads": heads[0], "kv_heads": heads[1], **dims}
-
-
-def experts(count: int, chosen: int, width: int) -> Dims:
-    return {"experts": count, "topk": chosen, "moe_inter": width}
-
-
-def delta_nets(key_heads: int, value_heads: int, key_dim: int = 32, value_dim: int = 32) -> Dims:
-    heads = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
-    return heads | {"linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim}
-
-
-BIASES = {"attention_bias": True}
 LLAMA_BIASES = BIASES | {"mlp_bias": True, "rope_scaling": None}
 SOME_DENSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}  # experts in layer 1 alone
 SOME = ("llama-10-5-tied", "llama-6-3-biases", "qwen2-7-1", "qwen3-10-5", "moe-16-4", "llama-narrow", "moe-narrow")
@@ -241,67 +145,6 @@ DEEPSEEK = Record(
     averaged=("as-published", "halves-biases-one-group", "plain-queries-no-yarn"),
 )
 
-WITH_MEDIA = (Start(1, SPLIT), *(Start(tp) for tp in (2, 3, 6)), Start(2, PAD, PLAIN, FP32))
-NOT_NORMALISED = {"norm_topk_prob": False}
-VISION = Record(
-    "vision",
-    "reference_vl",
-    {
-        "vl-6-3": tiny("qwen3_vl", 5, (6, 3), head_dim=24, hidden=112, inter=200, vocab=777, layers=4),
-        "vl-moe-10-5": tiny(
-            "qwen3_vl_moe",
-            4,
-            (10, 5),
-            head_dim=16,
-            hidden=96,
-            vocab=600,
-            layers=4,
-            **experts(7, 3, 80),
-            config=NOT_NORMALISED,
-        ),
-        # Without DeepStack.
-        "3.5-6-3": tiny(
-            "qwen3_5", 27, (6, 3), head_dim=32, hidden=112, inter=200, vocab=777, layers=4, **delta_nets(3, 9, 24)
-        ),
-        "3.5-moe-8-4": tiny("qwen3_5_moe", 7, (8, 4), head_dim=32, hidden=96, vocab=600, layers=4, **experts(7, 3, 80)),
-    },
-    new_tokens=8,
-    starts=WITH_MEDIA,
-    mixtures={"mean": 1.3},
-)
-MLLAMA_63 = tiny("mllama", 3, (6, 3), hidden=144, inter=200, vocab=777, layers=6)
-MLLAMA = Record(
-    "mllama",
-    "reference_mllama",
-    {
-        "mllama-6-3": MLLAMA_63,
-        # Outputs of the intermediate layers instead of their inputs; one of the layers is the last.
-        "as-transformers": MLLAMA_63 | {"options": {"--mllama-intermediate": "transformers"}},
-    },
-    new_tokens=8,
-    starts=(
-        Start(1, SPLIT, dtypes=FP32),
-        *(Start(tp, models=("mllama-6-3",)) for tp in (2, 3, 6)),
-        Start(2, PAD, PLAIN, FP32, models=("mllama-6-3",)),
-    ),
-)
-MOSS = Record(
-    "moss_vl",
-    "reference_moss",
-    {
-        "moss-6-3": tiny("moss_vl", 3, (6, 3), head_dim=24, hidden=144, inter=200, vocab=777, layers=8),
-        "moss-biases": tiny("moss_vl", 4, (4, 2), hidden=96, inter=136, vocab=700, layers=5, config=BIASES),
-    },
-    new_tokens=8,
-    starts=(
-        Start(1, SPLIT, dtypes=FP32, models=("moss-6-3",)),
-        Start(2, dtypes=FP32),
-        Start(3, models=("moss-6-3",)),
-        Start(6, dtypes=FP32, models=("moss-6-3",)),
-        Start(2, PAD, PLAIN, FP32, models=("moss-6-3",)),
-    ),
-)
-
 GPT_OSS = Record(
     "gpt_oss",
     "reference_text",
@@ -349,43 +192,14 @@ SHORT = Record(
     seed=3,
     starts=(
         Start(1, SPLIT),
-        *(Start(tp, PAD if tp in (3, 6) else AUTO, dtypes=FP32) for tp in (2, 3, 5, 6)),
-        Start(2, AUTO, PLAIN, FP32, models=("mistral", "ministral", "qwen2-moe", "phi3", "smollm3", "minimax")),
-        Start(2, AUTO, dtypes=FP32, models=("mistral", "ministral"), chunk_rows=(7,)),
+        *fp32_starts(
+            (2, 3, 5, 6),
+            AUTO,
+            plain=("mistral", "ministral", "qwen2-moe", "phi3", "smollm3", "minimax"),
+            chunked=("mistral", "ministral"),
+        ),
     ),
     averaged=("qwen2-moe", "minimax", "glm", "glm-flash", "next"),
-)
-
-START, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-OMNI_CASES: dict[str, list[Any]] = {
-    "text": [["text", f"{START}In the beginning{END}"]],
-    "sound": [["text", START], ["audio", 16001], ["text", f"What?{END}"]],
-    "long_sound": [["text", START], ["audio", 150000], ["text", f"Transcribe.{END}"]],
-    "picture_and_sound": [["text", START], ["image", 90, 60], ["audio", 9000], ["text", f"Do they fit?{END}"]],
-    "video": [["text", START], ["video", 5, 40, 60, 0], ["text", f"What?{END}"], ["text", "Well"]],
-    "video_longer": [["text", START], ["video", 5, 40, 60, 20000], ["text", f"Who speaks?{END}"]],
-    "sound_longer": [["text", START], ["video", 3, 40, 60, 90000], ["text", f"Who speaks?{END}"]],
-}
-OMNI_INPUTS: Dims = {
-    "cases": OMNI_CASES,
-    # Samples: 1 frame, 1 second and a sample more, 707 frames with a window of 8 chunks.
-    "clips": [160, 161, 16000, 16001, 113120],
-    "short": [1, 159, 160],
-}
-OMNI = Record(
-    "qwen3_omni",
-    "reference_omni",
-    # The convolutions have four tiles of 32 channels, one of them in part.
-    {
-        "omni": tiny("qwen3_omni_moe", 3, (6, 3), hidden=112, vocab=2000, **experts(7, 2, 80), channels=104)
-        | {"config": NOT_NORMALISED}
-        | OMNI_INPUTS
-    },
-    new_tokens=8,
-    starts=(Start(1, SPLIT, ALL), *(Start(tp, AUTO) for tp in (2, 3, 6))),
-    mixtures={"mean": 1.3},
-    # Each rank rounds its part of each of the 8 sums of the tower of 3 layers: 1.07 to 1.10 times were seen.
-    encodings=1.2,
 )
 
 LISTED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -419,27 +233,9 @@ GEMMA3 = Record(
     # Around the windows of 20 and 31 tokens, with and without the new tokens; several times as long.
     prompts=(1, 19, 21, 43, 70),
     seed=3,
-    starts=(
-        Start(1, SPLIT),
-        *(Start(tp, PAD if tp in (3, 6) else SPLIT, dtypes=FP32) for tp in (2, 3, 5, 6)),
-        Start(2, SPLIT, PLAIN, FP32, models=("as-1b",)),
-        Start(2, SPLIT, dtypes=FP32, models=("as-1b",), chunk_rows=(7,)),
-    ),
+    starts=(Start(1, SPLIT), *fp32_starts((2, 3, 5, 6), SPLIT, plain=("as-1b",), chunked=("as-1b",))),
 )
-GEMMA3_VISION = Record(
-    "gemma3_vision",
-    "reference_gemma3",
-    {"gemma3-6-3": tiny("gemma3", 4, (6, 3), head_dim=24, hidden=144, inter=200, vocab=777, layers=3)},
-    new_tokens=8,
-    # Pictures of 16 tokens reach across the windows of 20. Chunks of 18 tokens hold a picture each.
-    starts=(
-        Start(1, SPLIT),
-        Start(3, SPLIT),
-        Start(6, PAD, dtypes=FP32),
-        Start(2, PAD, PLAIN, FP32),
-        Start(2, SPLIT, dtypes=FP32, chunk_rows=(18,)),
-    ),
-)
+
 GEMMA4 = Record(
     "gemma4",
     "reference_text",
@@ -465,43 +261,5 @@ GEMMA4 = Record(
     # Around the window of 20 tokens, with and without the new tokens; several times as long.
     prompts=(1, 19, 21, 70),
     seed=3,
-    starts=(
-        Start(1, SPLIT),
-        *(Start(tp, PAD if tp in (3, 6) else SPLIT, dtypes=FP32) for tp in (3, 5, 6)),
-        Start(2, SPLIT, PLAIN, FP32, models=("as-26b",)),
-        Start(2, SPLIT, dtypes=FP32, models=("as-e2b",), chunk_rows=(7,)),
-    ),
-)
-GEMMA4_VISION = Record(
-    "gemma4_vision",
-    "reference_gemma4",
-    {
-        # With per-layer inputs, and so the row of the pad for pictures, whose tokens attend to those before them alone.
-        "gemma4-6-3": tiny("gemma4", 4, (6, 3), head_dim=24, hidden=144, inter=200, vocab=777, layers=3),
-        "gemma4-shared": tiny(
-            "gemma4", 5, (4, 1), head_dim=24, hidden=96, inter=104, vocab=777, layers=6, per_layer=32
-        ),
-    },
-    new_tokens=8,
-    # Pictures of 37 and 63 tokens are longer than the windows of 20. Chunks of 80 tokens hold a picture each.
-    starts=(
-        Start(1, SPLIT),
-        Start(6, PAD, dtypes=FP32),
-        Start(2, SPLIT, dtypes=FP32, models=("gemma4-6-3",), chunk_rows=(80,)),
-    ),
-)
-RECORDS = (
-    TEXT,
-    QWEN35,
-    DEEPSEEK,
-    GPT_OSS,
-    VISION,
-    MLLAMA,
-    MOSS,
-    OMNI,
-    GEMMA3,
-    GEMMA3_VISION,
-    GEMMA4,
-    GEMMA4_VISION,
-    SHORT,
+    starts=(Start(1, SPLIT), *fp32_starts((3, 5, 6), SPLIT, plain=("as-26b",), chunked=("as-e2b",))),
 )
