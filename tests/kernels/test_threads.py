@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from made_once import made_once
 
 CSRC = Path(__file__).resolve().parents[2] / "tilerank" / "kernels" / "csrc"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from encode import CASES, make
+from quantized.cases import CASES, make
 from torch import Tensor
 
 from tilerank.loader.card import read_card

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from encode import SMALL
+from quantized.cases import SMALL
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from encode import encode
+from quantized.layouts import encode
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor

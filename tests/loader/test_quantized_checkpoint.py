@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from encode import CASES, make
+from quantized.cases import CASES, make
 from safetensors.torch import load_file, save_file
 
 from tilerank.kernels.weight_formats import BlockInt8

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from batching import forget, pinned
 from families import RECORDS
+from made_once import made_once
 from references import run_reference
 
-from made_once import made_once
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.media.processor import Processor

@@ -1,6 +1,6 @@
 """The families against their references, on tiny checkpoints whose heads, widths and vocabularies do not divide.
 
-families/ has the models: on how many ranks, on which rungs and in which cuts they run.
+The records of families/ list the models, and the numbers of ranks, the rungs and the cuts that they run with.
 """
 
 from collections.abc import Callable

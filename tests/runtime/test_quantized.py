@@ -10,11 +10,11 @@ from typing import Any
 import conformance
 import pytest
 import torch
-from encode import make
+from made_once import made_once
+from quantized.cases import make
 from ranks import run_ranks
 from references import run_reference
 
-from made_once import made_once
 from tilerank.loader.card import read_card
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.parallel.join import Team

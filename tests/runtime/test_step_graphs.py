@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from families.text import SHORT
+from made_once import made_once
 from ranks import Ranks, run_ranks
 from replay import DECODING
 from tiny import make_checkpoint
 
-from made_once import made_once
 from tilerank.kernels import core
 from tilerank.parallel.join import join
 from tilerank.parallel.rendezvous import Membership

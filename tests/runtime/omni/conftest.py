@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from made_once import made_once
 from references import run_reference
 
-from made_once import made_once
 from tests.runtime.omni.speech_cases import CASES, DIMS, FRAMES, NEW_TOKENS, SAMPLINGS
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from made_once import made_once
 from ranks import run_ranks
 from references import run_reference
 from rungs import COMPILED, RUNGS
 
-from made_once import made_once
 from tests.runtime.omni.sound_rank_job import load
 from tilerank.parallel.group import SingleGroup
 from tilerank.runtime.models.speech.code2wav import Code2WavState

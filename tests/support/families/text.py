@@ -1,6 +1,24 @@
-"""Records of the families that take text, and of the text of others. Heads, widths and vocabularies do not divide."""
+"""Records of the families that take text only, and of the language models of others.
 
-from .record import ALL, AUTO, BIASES, FP32, PAD, PLAIN, SPLIT, Dims, Record, Start, delta_nets, experts, fp32_starts, tiny
+Heads, widths and vocabularies of the tiny models do not divide.
+"""
+
+from .record import (
+    ALL,
+    AUTO,
+    BIASES,
+    FP32,
+    PAD,
+    PLAIN,
+    SPLIT,
+    Dims,
+    Record,
+    Start,
+    delta_nets,
+    experts,
+    fp32_starts,
+    tiny,
+)
 
 LLAMA_BIASES = BIASES | {"mlp_bias": True, "rope_scaling": None}
 SOME_DENSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}  # experts in layer 1 alone
