@@ -1,6 +1,6 @@
-"""What the families need that do not run, beside what runs."""
+"""What is missing for model families that do not run."""
 
-MISSING = {
+_MISSING = {
     "gemma4_unified": "an encoder that takes raw patches and sound",
     "gemma4_assistant": "drafts that read the keys of another model",
     "diffusion_gemma": "generation by diffusion",
@@ -13,3 +13,8 @@ MISSING = {
     "qwen4_exp": "the hyper-connections, sparse attention and embeddings of n-grams of Qwen3.8-Flash-Next",
 }
 """By `model_type`."""
+
+
+def missing_for(model_type: str) -> str:
+    """Return the end of an error about a family that does not run: what it needs, or nothing if it is unknown."""
+    return f" ({model_type} needs {_MISSING[model_type]}, not supported yet)" if model_type in _MISSING else ""

@@ -15,8 +15,8 @@ from .text_config import TextConfig
 class GatedMLP(FeedForward):
     """down(silu(gate(x)) * up(x)), `width` columns wide.
 
-    bias: of all three, zero where the checkpoint lacks it. projections: as in GateUpParallelLinear. activation: in
-    place of silu. dimension: the name of the width in plans.
+    bias: of all three, zero where the checkpoint lacks it. projections: as in GateUpParallelLinear. down: the name of
+    the third projection. activation: in place of silu. dimension: the name of the width in plans.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class GatedMLP(FeedForward):
         *,
         bias: bool = False,
         projections: Sequence[str] = GATE_UP,
+        down: str = "down_proj",
         activation: GatedActivation = "silu_mul",
         dimension: str = "MLP width",
     ) -> None:
@@ -43,7 +44,7 @@ class GatedMLP(FeedForward):
             dimension=dimension,
         )
         self.down = RowParallelLinear(
-            f"{name}.down_proj", width, hidden, sharding, span=self.gate_up.span, bias=bias, optional_bias=True
+            f"{name}.{down}", width, hidden, sharding, span=self.gate_up.span, bias=bias, optional_bias=True
         )
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -34,12 +34,12 @@ from .gated_mlp import GatedMLP
 from .normed_attention import NormedAttention
 from .per_layer_inputs import PerLayerInputs
 from .qwen_moe import read_expert_count
-from .text_config import MAX_WIDTH, TextConfig, read_layer_types, read_text_config
+from .text_config import MAX_WIDTH, MAX_WINDOW, TextConfig, read_layer_types, read_text_config
 from .towers.gemma4_vision import Gemma4Tower, read_vision_config
 from .towers.tower import floats_alone
 
 _KINDS = (SLIDING_ATTENTION, FULL_ATTENTION)
-_MAX_WINDOW, _MAX_VOCABULARY, _MAX_HEAD_DIM = 1 << 30, 1 << 24, 512
+_MAX_VOCABULARY, _MAX_HEAD_DIM = 1 << 24, 512
 _PATTERN = 6
 _ACTIVATION = "gelu_pytorch_tanh"
 _BIDIRECTIONAL = "use_bidirectional_attention"
@@ -132,7 +132,6 @@ def _decoder(card: ModelCard, sharding: Sharding, prefix: str, tower: Gemma4Towe
     _refuse_unsupported(text)
     c = read_text_config(text, whole=card.fields, layer_kinds=_KINDS, rope_kind=SLIDING_ATTENTION)
     attention = _read_attention(text, c)
-    own = [layer for layer, found in enumerate(attention) if found.shared is None]
     wider = 2 if text.flag("use_double_wide_mlp") else 1
     experts = _read_experts(text) if text.flag("enable_moe_block") else None
 
@@ -155,7 +154,8 @@ def _decoder(card: ModelCard, sharding: Sharding, prefix: str, tower: Gemma4Towe
 
     unused = [
         f"{prefix}.layers.{layer}.self_attn.{part}."
-        for layer in range(len(own), c.num_layers)
+        for layer, found in enumerate(attention)
+        if found.shared is not None
         for part in ("k_proj", "v_proj", "k_norm", "v_norm")
     ]
     names = DecoderNames(
@@ -193,7 +193,7 @@ def _read_attention(c: Fields, config: TextConfig) -> list[_Attention]:
         kinds.append(FULL_ATTENTION)
     if kinds[-1] != FULL_ATTENTION:
         raise c.fail("layer_types", f"{FULL_ATTENTION!r} at the end")
-    window = c.integer("sliding_window", 1, _MAX_WINDOW) if SLIDING_ATTENTION in kinds else 0
+    window = c.integer("sliding_window", 1, MAX_WINDOW) if SLIDING_ATTENTION in kinds else 0
     shared = c.integer("num_kv_shared_layers", 0, layers - 1) if c.has("num_kv_shared_layers") else 0
     found = list[_Attention]()
     for layer, kind in enumerate(kinds):

@@ -8,7 +8,7 @@ from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.parallel.sharding import Sharding
 
-from ..media.missing import MISSING
+from ..media.missing import missing_for
 from .attention import SelfAttention, Temperature
 from .decoder import Decoder, DecoderNames
 from .gated_mlp import dense_mlps
@@ -43,8 +43,7 @@ def mistral3(card: ModelCard, sharding: Sharding) -> Decoder:
         return _decoder(card, sharding, _BESIDE_VISION, usual_window=_USUAL_WINDOW)
     if kind == "ministral3":
         return _decoder(card, sharding, _BESIDE_VISION, temperature=_read_temperature(text))
-    reason = f" ({kind} needs {MISSING[kind]}, not supported yet)" if kind in MISSING else ""
-    raise text.fail(key, f"mistral or ministral3{reason}")
+    raise text.fail(key, f"mistral or ministral3{missing_for(kind)}")
 
 
 def _decoder(

@@ -14,7 +14,7 @@ from tilerank.parallel.sharding import Sharding
 
 from .. import models
 from ..media.family import NO_OPTIONS, FamilyOptions
-from ..media.missing import MISSING
+from ..media.missing import missing_for
 from ..media.registry import with_options
 from ..step.model import Model
 
@@ -33,8 +33,7 @@ def read_supported_card(model_dir: Path, options: FamilyOptions = NO_OPTIONS) ->
     """
     fields = read_config_fields(model_dir)
     if (model_type := fields.text("model_type")) not in _builders():
-        reason = f" ({model_type} needs {MISSING[model_type]}, not supported yet)" if model_type in MISSING else ""
-        raise fields.fail("model_type", f"one of {', '.join(sorted(_builders()))}{reason}")
+        raise fields.fail("model_type", f"one of {', '.join(sorted(_builders()))}{missing_for(model_type)}")
     return with_options(read_card(model_dir), options)
 
 

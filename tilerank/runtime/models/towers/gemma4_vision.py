@@ -21,7 +21,7 @@ from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.pictures import patches
 from tilerank.kernels.weight_formats import Float
 from tilerank.loader.fields import Fields
-from tilerank.parallel.linear import GateUpParallelLinear, Linear, RowParallelLinear
+from tilerank.parallel.linear import Linear
 from tilerank.parallel.norm import RMSNorm, WeightlessNorm
 from tilerank.parallel.parameters import Layer, PackedParameter, WholeParameter
 from tilerank.parallel.sharding import Sharding
@@ -29,6 +29,7 @@ from tilerank.parallel.sharding import Sharding
 from ...media.gemma4 import Gemma4Settings, patches_of_token
 from ...protocol.errors import EngineError
 from ...step.model import Encoder
+from ..gated_mlp import GatedMLP
 from ..text_config import MAX_WIDTH, read_heads
 from .tower import (
     ROW_UNIT,
@@ -52,9 +53,7 @@ _BLOCK = BlockNames(
     attention="self_attn",
     qkv=("q_proj.linear", "k_proj.linear", "v_proj.linear"),
     out="o_proj.linear",
-    mlp=("mlp", "mlp.down_proj.linear"),
 )
-_GATE_UP = ("gate_proj.linear", "up_proj.linear")
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -148,26 +147,6 @@ class NormedTowerAttention(TowerAttention):
         return q
 
 
-class GatedTowerMLP(Layer):
-    """down(gelu(gate(x)) * up(x)), cut by its width: x[t, hidden] -> a part of [t, hidden]."""
-
-    def __init__(self, name: str, shape: BlockShape, names: BlockNames, sharding: Sharding) -> None:
-        up, down = (f"{name}.{part}" for part in names.mlp)
-        self.gate_up = GateUpParallelLinear(
-            up,
-            shape.hidden,
-            shape.width,
-            sharding,
-            projections=_GATE_UP,
-            activation="gelu_tanh_mul",
-            dimension=f"{shape.kind} MLP width",
-        )
-        self.down = RowParallelLinear(down, shape.width, shape.hidden, sharding, span=self.gate_up.span)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
-
-
 class NormedTowerBlock(ComputedBlock):
     """A block with norms before and after attention and MLP."""
 
@@ -176,7 +155,16 @@ class NormedTowerBlock(ComputedBlock):
             return [RMSNorm(f"{name}.{norm}", shape.hidden, shape.eps, sharding) for norm in names]
 
         attention = NormedTowerAttention(f"{name}.{_BLOCK.attention}", shape, _BLOCK, sharding)
-        mlp = GatedTowerMLP(name, shape, _BLOCK, sharding)
+        mlp = GatedMLP(
+            f"{name}.mlp",
+            shape.hidden,
+            shape.width,
+            sharding,
+            projections=("gate_proj.linear", "up_proj.linear"),
+            down="down_proj.linear",
+            activation="gelu_tanh_mul",
+            dimension=f"{shape.kind} MLP width",
+        )
         super().__init__(norms(_BLOCK.norms), attention, mlp, shape, 3, sharding)
         self.post_norms = norms(_POST_NORMS)
 

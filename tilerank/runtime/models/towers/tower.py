@@ -108,14 +108,15 @@ class BlockNames:
     """The names of the parts of a block in a checkpoint, after that of the block.
 
     norms: before attention and before the MLP. qkv: the query, key and value projections, or one name if they are
-    stored as one. mlp: its two projections. gates: the numbers that scale attention and MLP; none in most towers.
+    stored as one. mlp: the two projections of a plain MLP. gates: the numbers that scale attention and MLP; none in
+    most towers.
     """
 
     norms: tuple[str, str]
     attention: str
     qkv: tuple[str, ...]
     out: str
-    mlp: tuple[str, str]
+    mlp: tuple[str, ...] = ()
     gates: tuple[str, ...] = ()
 
 
