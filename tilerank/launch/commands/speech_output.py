@@ -7,7 +7,8 @@ import os
 import wave
 from pathlib import Path
 
-from tilerank.loader.card import ModelCard
+from tilerank.loader.card import ModelCard, read_card
+from tilerank.runtime.media.registry import with_options
 from tilerank.runtime.protocol.params import SpeechParams
 from tilerank.runtime.protocol.speech_settings import SAMPLE_RATE, voices_of
 
@@ -38,8 +39,9 @@ def read_speech(args: argparse.Namespace, card: ModelCard, prompts: int) -> Spee
         return None
     voices = voices_of(card)
     if not voices:
-        silenced = "--no-talker" in model.model_options(args).family
-        found = "--no-talker" if silenced else f"{card.model_type}, which does not"
+        plain, options = read_card(model.model_directory(args)), model.model_options(args).family
+        silencing = [name for name, value in options.items() if not voices_of(with_options(plain, {name: value}))]
+        found = ", ".join(silencing) if voices_of(plain) else f"{card.model_type}, which does not"
         raise LaunchError(f"--audio-out: expected a model that speaks, found {found}")
     if prompts != 1:
         raise LaunchError(f"--audio-out: expected one prompt, found {prompts}")

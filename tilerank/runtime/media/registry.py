@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 from tilerank.loader.card import ModelCard, read_config_fields
-from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
 
 from .family import Family, FamilyOption, FamilyOptions
@@ -28,10 +27,10 @@ def load_processor(model_dir: Path, tokenizer: Tokenizer) -> Processor | None:
 
 
 def check_pairs(card: ModelCard) -> None:
-    """Raise ConfigError for a reranker of a family of which it is not known how it reads a pair."""
+    """Raise ConfigError for a reranker of a family without a PairTemplate."""
     if card.pooling is not None and card.pooling.task == "rerank" and family_of(card.model_type).pairs is None:
-        directory = card.fields.path.parent
-        raise ConfigError(f"{directory}: how rerankers of the family {card.model_type} read a pair is not known")
+        families = ", ".join(name for name, family in _families().items() if family.pairs is not None)
+        raise card.fields.fail("model_type", f"one of {families} (other families have no form of a pair of texts)")
 
 
 def all_options() -> list[FamilyOption]:
