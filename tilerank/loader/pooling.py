@@ -19,6 +19,8 @@ MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 LENGTHS = "sentence_bert_config.json"
 Task = Literal["embed", "rerank"]
+DOES = {"generate": "generates text", "embed": "embeds texts", "rerank": "scores pairs of texts"}
+"""What a model of each task does, for errors."""
 Activation = Literal["Identity", "Tanh", "ReLU", "GELU"]
 
 SCORE = "score.weight"

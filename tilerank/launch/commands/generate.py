@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tilerank.loader.card import ModelCard, read_card
+from tilerank.loader.pooling import DOES
 from tilerank.loader.tokenizer import Tokenizer, TokenStream
 
 from ..errors import LaunchError
@@ -88,7 +89,7 @@ class GenerateJob:
     def prepare(self) -> None:
         card = model.checked_card(self._args, self._model_dir)
         if card.pooling is not None:
-            does = "embeds texts" if card.pooling.task == "embed" else "scores pairs of texts"
+            does = DOES[card.pooling.task]
             raise LaunchError(f"{self._model_dir} {does}, and generates none; `tilerank serve` runs it")
         self._tokenizer = Tokenizer(self._model_dir)
         given = prompts.read_prompts(self._args)

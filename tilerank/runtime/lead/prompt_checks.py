@@ -1,6 +1,6 @@
 """Refuses prompts that cannot run, before they wait for anything."""
 
-from tilerank.loader.pooling import Pooling
+from tilerank.loader.pooling import DOES, Pooling
 
 from ..protocol.errors import RequestError
 from ..protocol.params import SamplingParams
@@ -9,13 +9,12 @@ from ..step.model import Encoder
 
 
 def check_task(params: SamplingParams, pooling: Pooling | None) -> None:
-    """Check that a request is for what the model makes of texts. Raises RequestError."""
+    """Raise RequestError for a request for text of a model that embeds or scores, and the other way around."""
     if (params.pooling is None) == (pooling is None):
         return
     if pooling is None:
         raise RequestError("the model generates text, no vectors or scores")
-    does = "embeds texts" if pooling.task == "embed" else "scores pairs of texts"
-    raise RequestError(f"the model {does}, and generates none")
+    raise RequestError(f"the model {DOES[pooling.task]}, and generates none")
 
 
 def check_prompt(prompt: Prompt, vocab: int, context_length: int, axes: int, source_axes: int) -> None:

@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tilerank.loader.pooling import DOES
 from tilerank.loader.tokenizer import Tokenizer
 
 from ..protocol.errors import UnavailableError
@@ -33,8 +34,6 @@ from .http.errors import ApiError, error_response
 from .http.form import FORM
 from .http.memory import MemoryMiddleware
 from .link.client import EngineClient
-
-_TASKS = {"generate": "generates text", "embed": "embeds texts", "rerank": "scores pairs of texts"}
 
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> Starlette:
@@ -117,8 +116,8 @@ def _guarded(operation: Operation, settings: ServerSettings) -> Handler:
             message = "Expected this server's API key as a bearer token, or in the header x-api-key."
             raise ApiError(401, message, code="invalid_api_key")
         if operation.tasks and task not in operation.tasks:
-            wanted = " or ".join(_TASKS[one] for one in operation.tasks)
-            message = f"{settings.model} {_TASKS[task]}; {request.url.path} needs a model that {wanted}."
+            wanted = " or ".join(DOES[one] for one in operation.tasks)
+            message = f"{settings.model} {DOES[task]}; {request.url.path} needs a model that {wanted}."
             raise ApiError(400, message, code="unsupported_endpoint")
         return await operation.handler(request)
 

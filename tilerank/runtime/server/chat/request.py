@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ...protocol.params import SpeechParams
 from ..http.errors import ApiError
@@ -17,6 +17,16 @@ TemplateVariables = Annotated[dict[str, str | int | float | bool | None], Field(
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _not_zero(tokens: int) -> int:
+    if tokens == 0:
+        raise ValueError("expected -1 or at least 1, found 0")
+    return tokens
+
+
+TruncatedTokens = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_not_zero)]
+"""The most tokens that are left of a prompt, or -1 for as many as the context has room for."""
 
 
 class StreamOptions(StrictBody):
@@ -61,7 +71,7 @@ class Sampling(Structured):
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False  # SGLang's name of the same
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    truncate_prompt_tokens: TruncatedTokens | None = None
     cache_salt: Name | None = None
     extra_key: Name | None = None  # SGLang's name of the same
     request_id: Id | None = None
@@ -78,8 +88,6 @@ class Sampling(Structured):
     def _check_combinations(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options requires stream: true")
-        if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens: expected -1 or at least 1, found 0")
         return self
 
     def drop_large_fields(self) -> None:

@@ -3,47 +3,40 @@
 import base64
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...chat.fields import ListOf, RequestBody
-from ...chat.request import MAX_TOKENS, TokenId
+from ...chat.request import MAX_TOKENS, TokenId, TruncatedTokens
 from ...http.errors import ApiError
 from ..service import Service
-from .texts import MAX_TEXTS, TextRequest, Vector
+from .texts import MAX_TEXTS, Text, TextRequest, Vector
 
 _Ids = Annotated[ListOf[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
-_Text = Annotated[str, Field(min_length=1)]
 _FLOAT_BYTES = 20
-"""Of a number as JSON."""
+"""Bytes of a number as JSON."""
 
 
 class EmbeddingRequest(RequestBody):
     """POST /v1/embeddings. The fields after `dimensions` are not OpenAI's.
 
     truncate_prompt_tokens: texts are cut to so many tokens, or with -1 to the longest that the model takes; the tokens
-    that the tokenizer appends stay. prompt_name: of the prompt of the model's files that goes before each text.
+    that the tokenizer appends stay. prompt_name: names a prompt of the model's files, which goes before each text.
     """
 
     model: str | None = Field(None, max_length=1024)
     input: (
         _Ids
         | Annotated[ListOf[_Ids], Field(min_length=1, max_length=MAX_TEXTS)]
-        | _Text
-        | Annotated[ListOf[_Text], Field(min_length=1, max_length=MAX_TEXTS)]
+        | Text
+        | Annotated[ListOf[Text], Field(min_length=1, max_length=MAX_TEXTS)]
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    truncate_prompt_tokens: TruncatedTokens | None = None
     add_special_tokens: bool = True
     prompt_name: str | None = Field(None, max_length=1024)
-
-    @model_validator(mode="after")
-    def _check_truncation(self) -> "EmbeddingRequest":
-        if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens: expected -1 or at least 1, found 0")
-        return self
 
     @property
     def texts(self) -> list[str | list[int]]:
@@ -77,9 +70,8 @@ class EmbeddingEndpoints:
         is_text = body.encoding_format == "base64"
         nbytes = sum(len(vector) for vector in vectors) * (6 if is_text else _FLOAT_BYTES)
         data = [_entry(number, vector, is_text) for number, vector in enumerate(vectors)]
-        used = {"prompt_tokens": texts.usage.prompt_tokens, "total_tokens": texts.usage.prompt_tokens}
-        answer = {"object": "list", "id": texts.id, "created": texts.created, "model": service.settings.model}
-        return await texts.answer({**answer, "data": data, "usage": used}, nbytes)
+        answer = {"object": "list", "id": texts.id, "created": texts.created, "data": data}
+        return await texts.answer(answer, nbytes)
 
     def _dimensions(self, wanted: int | None) -> int:
         """Return how many numbers of each vector are wanted, 0 for all. Raises ApiError for a number that the model

@@ -6,17 +6,16 @@ A reranker reads both texts of a pair. With a model that embeds texts, the score
 import math
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...chat.fields import ListOf, RequestBody, StrictBody
-from ...chat.request import MAX_TOKENS
+from ...chat.request import TruncatedTokens
 from ...http.errors import ApiError
 from ..service import Service
-from .texts import MAX_TEXTS, TextRequest, cosine
+from .texts import MAX_TEXTS, Text, TextRequest, cosine
 
-_Text = Annotated[str, Field(min_length=1)]
 _ENTRY = 128
 """Bytes of a score as JSON."""
 
@@ -27,27 +26,21 @@ class _Scoring(RequestBody):
 
     model: str | None = Field(None, max_length=1024)
     instruct: str | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    truncate_prompt_tokens: TruncatedTokens | None = None
     use_activation: bool = True
-
-    @model_validator(mode="after")
-    def _check_truncation(self) -> "_Scoring":
-        if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens: expected -1 or at least 1, found 0")
-        return self
 
 
 class Document(StrictBody):
     """A document as an object."""
 
-    text: _Text
+    text: Text
 
 
 class RerankRequest(_Scoring):
     """POST /v1/rerank. top_n: how many documents are returned, 0 for all."""
 
-    query: _Text
-    documents: Annotated[ListOf[_Text | Document], Field(min_length=1, max_length=MAX_TEXTS)]
+    query: Text
+    documents: Annotated[ListOf[Text | Document], Field(min_length=1, max_length=MAX_TEXTS)]
     top_n: int = Field(0, ge=0)
     return_documents: bool = True
 
@@ -59,8 +52,8 @@ class RerankRequest(_Scoring):
 class ScoreRequest(_Scoring):
     """POST /v1/score: one text with each of several, or as many pairs as both lists are long."""
 
-    text_1: _Text | Annotated[ListOf[_Text], Field(min_length=1, max_length=MAX_TEXTS)]
-    text_2: _Text | Annotated[ListOf[_Text], Field(min_length=1, max_length=MAX_TEXTS)]
+    text_1: Text | Annotated[ListOf[Text], Field(min_length=1, max_length=MAX_TEXTS)]
+    text_2: Text | Annotated[ListOf[Text], Field(min_length=1, max_length=MAX_TEXTS)]
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -89,9 +82,8 @@ class ScoreEndpoints:
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
         if body.return_documents:
             results = [one | {"document": {"text": documents[one["index"]]}} for one in results]
-        answer = {"id": texts.id, "model": self._service.settings.model, "usage": _usage(texts), "results": results}
         shown = sum(len(documents[index]) for index in best) if body.return_documents else 0
-        return await texts.answer(answer, 4 * shown + _ENTRY * len(best))
+        return await texts.answer({"id": texts.id, "results": results}, 4 * shown + _ENTRY * len(best))
 
     async def score(self, request: Request) -> Response:
         """POST /v1/score. Returns the score of each pair of texts."""
@@ -99,8 +91,8 @@ class ScoreEndpoints:
         texts = TextRequest(self._service, request, "score-")
         scores = await self._scores(texts, request, body, body.pairs, "text_2")
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-        answer = {"id": texts.id, "object": "list", "created": texts.created, "model": self._service.settings.model}
-        return await texts.answer({**answer, "data": data, "usage": _usage(texts)}, _ENTRY * len(data))
+        answer = {"id": texts.id, "object": "list", "created": texts.created, "data": data}
+        return await texts.answer(answer, _ENTRY * len(data))
 
     async def _scores(
         self, texts: TextRequest, request: Request, body: _Scoring, pairs: list[tuple[str, str]], param: str
@@ -150,10 +142,6 @@ class ScoreEndpoints:
                 )
                 raise ApiError(400, message, param=param, code="context_length_exceeded")
         return [[*before, *ids[:room], *after] for ids in encoded[len(queries) :]]
-
-
-def _usage(texts: TextRequest) -> dict[str, Any]:
-    return {"prompt_tokens": texts.usage.prompt_tokens, "total_tokens": texts.usage.prompt_tokens}
 
 
 def _sigmoid(x: float) -> float:

@@ -5,10 +5,11 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,12 +30,13 @@ _AHEAD_TOKENS = 8192
 """Tokens of the texts of a request that run or wait in the engine: enough for its steps, and little enough that other
 requests wait for a few steps only."""
 _TEXT_TOKENS = 32
-"""As which each text counts beside its tokens."""
+"""What a text counts for beside its tokens, in tokens."""
+Text = Annotated[str, Field(min_length=1)]
 Vector = npt.NDArray[np.float32]
 
 
 class TextRequest:
-    """A request for vectors or scores. prefix: of its id in the API."""
+    """A request for vectors or scores. prefix: begins its id in the API."""
 
     def __init__(self, service: Service, request: Request, prefix: str) -> None:
         self.id = f"{prefix}{secrets.token_hex(12)}"
@@ -88,9 +90,12 @@ class TextRequest:
         return found
 
     async def answer(self, values: dict[str, Any], nbytes: int) -> Response:
-        """Return the response with a JSON object of about so many bytes, which count as the request's memory."""
+        """Return the response with a JSON object of about so many bytes, which count as the request's memory. The model
+        and the usage are added to it."""
         request_memory(self._request).add_answer(nbytes)
-        return await json_answer(values, nbytes)
+        tokens = self.usage.prompt_tokens
+        used = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return await json_answer({**values, "model": self._service.settings.model, "usage": used}, nbytes)
 
     async def _run(self, texts: Sequence[list[int]], dimensions: int) -> list[Vector]:
         """Submit the texts in order, and return what becomes of each."""
