@@ -25,8 +25,8 @@ class PooledTokens:
 
 
 def pool(rows: Tensor, before: PooledTokens | None, modes: Sequence[str]) -> PooledTokens:
-    """Return what is read of rows [n, hidden] and of the tokens before them, of which there are none if `before` is
-    None."""
+    """Return what is read of the tokens `before`, and of rows [n, hidden], those of the tokens after them. before: None
+    at the beginning of a text."""
     first = 0 if before is None else before.tokens
     parts = {}
     for mode in modes:

@@ -30,10 +30,10 @@ class FamilyOption:
 
 @dataclass(frozen=True)
 class PairTemplate:
-    """How a reranker reads a query and a document. In `before` and `after`, marks of the vocabulary become special
-    tokens; in `body`, which has places for instruction, query and document, they do not. Long documents are cut.
+    """The text in which a reranker reads a query and a document: before, body, after.
 
-    instruction: that of requests without one.
+    body: has places for instruction, query and document, and is cut at its end if it is too long. Marks of the
+    vocabulary become special tokens in `before` and `after` alone. instruction: used where a request has none.
     """
 
     before: str

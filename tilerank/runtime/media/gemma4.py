@@ -86,7 +86,7 @@ def patches_of_token(vision: Fields) -> tuple[int, int]:
 
 
 def takes_pictures(config: Fields) -> bool:
-    """Return whether the model has a tower of pictures that is supported. Those of E2B and E4B clamp activations.
+    """Return whether the model has a tower of pictures that is supported: one that does not clamp activations.
 
     config: the fields of config.json.
     """

@@ -28,7 +28,7 @@ from .text_config import TextConfig
 
 @dataclass(frozen=True)
 class Temperature:
-    """Queries far behind the beginning are scaled by 1 + beta * ln(1 + floor(position / original)) (Ministral 3)."""
+    """The factor 1 + beta * ln(1 + floor(position / original)) of queries (Ministral 3)."""
 
     beta: float
     original: int
@@ -41,12 +41,12 @@ class SelfAttention(Mixer[KVPages]):
 
     qkv_bias, out_bias: biases of the q, k and v, and of the output projection, each zero if the checkpoint lacks it.
     head_norms: q and k are normalised head by head before the rotation (`q_norm`, `k_norm`). joint_norm: all heads of q
-    together are instead, and all of k (MiniMax-M2). gated: the query projection yields a gate for each head as well.
-    scale: factor of the scores in place of 1 / sqrt(head_dim). window: a token attends to so many tokens, itself
-    included; 0: to all before it. both_sides: it attends to as many tokens after it as before it, so that a text is
-    computed as a whole and the tokens before a window stay. sinks: every query head has a learned logit beside its
-    scores, without a value (`sinks`, gpt-oss). rotated: positions rotate q and k; a layer without head norms may leave
-    them as they are (SmolLM3). temperature: of q, after the rotation. projections: as in QKVParallelLinear.
+    are normalised together instead, and so are all of k (MiniMax-M2). gated: the query projection yields a gate for
+    each head as well. scale: factor of the scores in place of 1 / sqrt(head_dim). window: a token attends to so many
+    tokens, itself included; 0: to all before it. both_sides: it attends to as many tokens after it as before it, so
+    that a text is computed as a whole and the tokens before a window stay. sinks: every query head has a learned logit
+    beside its scores, without a value (`sinks`, gpt-oss). rotated: positions rotate q and k; a layer without head norms
+    may leave them as they are (SmolLM3). temperature: of q, after the rotation. projections: as in QKVParallelLinear.
     """
 
     def __init__(

@@ -51,7 +51,8 @@ def minimax_m2(card: ModelCard, sharding: Sharding) -> Decoder:
 
 
 def _text_config(fields: Fields) -> TextConfig:
-    """The released files say how many dimensions of a head are rotated, those of transformers 5 which part."""
+    """Return the fields of the decoder. The released files say how many dimensions of a head are rotated; files of
+    transformers 5 say which part."""
     part = (
         fields.integer(_ROTATED, 2, 1 << 12) / fields.integer("head_dim", 2, 1 << 12) if fields.has(_ROTATED) else 1.0
     )

@@ -26,7 +26,9 @@ from .text_config import TextConfig
 
 
 class NormedAttention(Mixer[KVPages]):
-    """keys_are_values: there is no v_proj. window: as in SelfAttention. shared: the number of the layer whose keys and
+    """Self-attention as above.
+
+    keys_are_values: there is no v_proj. window: as in SelfAttention. shared: the number of the layer whose keys and
     values it reads; None for its own.
 
     Tokens of pictures that attend to a whole picture do so in layers with a window alone.

@@ -57,7 +57,10 @@ class FailedEvent(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class PooledEvent(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The vector of the prompt of request number `request`, or its score: float32, little-endian. Its last event."""
+    """The vector or the score of the prompt of request number `request`, which ends the request.
+
+    values: float32, little-endian.
+    """
 
     request: int
     values: bytes

@@ -21,8 +21,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 class Operation(NamedTuple):
     """The documentation of a method and a path.
 
-    body: of the request, None for none. public: needs no key. takes: the content type of the body. tasks: of the models
-    that it is for (--task); empty for all.
+    body: of the request, None for none. public: needs no key. takes: the content type of the body. tasks: those of the
+    models that have it (--task); empty for all.
     """
 
     method: str

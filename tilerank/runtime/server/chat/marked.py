@@ -22,8 +22,8 @@ from .tools.parser import ToolParser
 class MarkedReader(AnswerReader):
     """Reads an answer with marks.
 
-    parser: finds tool calls; None if there are no tools to call. call_marks: of calls. Those of the reasoning and of
-    calls are a part of the text also where they are special tokens, as they are in Mistral's vocabularies.
+    parser: finds tool calls; None if there are no tools to call. call_marks: the marks of calls. These and the marks of
+    the reasoning stay in the text where they are special tokens, as in Mistral's vocabularies.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class RefusedError(Exception):
 
 
 Progress = ScoredEvent | TokenEvent | SoundEvent | PooledEvent
-"""An event of a choice: the scores of its prompt, if requested, then its tokens, and sound if it speaks. Or its
-vector."""
+"""An event of a choice: the scores of its prompt, if requested, then its tokens, and sound if it speaks; or the vector
+or score that its prompt becomes."""
 _Item = Event | EngineGoneError
 
 

@@ -15,7 +15,7 @@ _MOST_DEPTH = 64
 
 
 class Gemma4Format(ToolFormat):
-    """The arguments are an object whose keys are bare and whose strings are between two QUOTEs, as they are."""
+    """The format of Gemma 4. Keys are written without quotes, and strings between two QUOTEs without escapes."""
 
     name = "gemma4"
     MARKS = BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'

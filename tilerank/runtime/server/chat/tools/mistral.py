@@ -56,7 +56,7 @@ class MistralFormat(ToolFormat):
         cursor.at = end
 
     def with_ids(self, turns: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Many templates refuse ids that have not nine letters or digits."""
+        """Return the messages with ids of nine letters and digits; many templates refuse others."""
 
         def new_id(call: Mapping[str, Any], _: int) -> str:
             id = str(call["id"])

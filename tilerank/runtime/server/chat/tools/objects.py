@@ -89,7 +89,7 @@ class LlamaFormat(ObjectFormat):
 class PhiFormat(ObjectFormat):
     """The format of Phi-4-mini: <|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>.
 
-    The model also writes functools before the list, and no marks.
+    The model may also write functools before the list, without marks.
     """
 
     name = "phi"
