@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import ConfigError
+from tilerank.loader.pooling import Pooling
 from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.media.registry import check_pairs
 from tilerank.runtime.protocol import rank_messages
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange
 from tilerank.runtime.protocol.rank_messages import (
@@ -300,6 +303,13 @@ def test_an_unknown_family_is_refused_with_those_that_run(tmp_path: Path) -> Non
     says = "model_type: expected one of deepseek_v3, .*llama, .*qwen3_vl_moe, smollm3, found 'gpt2'"
     with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / 'config.json'))}: {says}"):
         read_supported_card(tmp_path)
+
+
+def test_a_reranker_needs_a_family_with_a_form_of_pairs() -> None:
+    card = replace(read_card(DEMO), pooling=Pooling("rerank"))
+    check_pairs(replace(card, model_type="qwen3"))
+    with pytest.raises(ConfigError, match="model_type: expected one of qwen3 "):
+        check_pairs(replace(card, model_type="llama"))
 
 
 @pytest.mark.parametrize(
