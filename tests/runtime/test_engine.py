@@ -12,7 +12,7 @@ import pytest
 import torch
 from batching import DEMO, requests, single_engine
 from ranks import Ranks, eventually, run_ranks
-from rungs import COMPILED
+from rungs import COMPILED, needs_compiled
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
@@ -44,7 +44,7 @@ DEEPSEEK: dict[str, Any] = {"hidden": 96, "vocab": 4200, "layers": 3, "inter": 2
 DEEPSEEK["config"] = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 
 
-@pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch; no compiled rung runs here")
+@needs_compiled
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize(("tp", "family"), [(1, "demo"), (3, "demo"), (2, "deepseek_v3")])
 def test_a_batch_gives_the_bits_of_single_requests(tmp_path: Path, tp: int, family: str, kv_dtype: str | None) -> None:

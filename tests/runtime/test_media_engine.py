@@ -10,7 +10,7 @@ import torch
 from batching import DEMO, answers, evict, forget, one_by_one, score_in_chunks, single_engine, spy
 from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, smallest, text
 from ranks import Ranks, eventually, run_ranks
-from rungs import COMPILED
+from rungs import needs_compiled
 from tiny import make_checkpoint
 
 from tilerank.runtime.lead import encodings, media_encoding
@@ -21,8 +21,6 @@ from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
 from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
-
-BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,7 @@ def encodes(sent: list[Message]) -> int:
     return sum(isinstance(message, Encode) for message in sent)
 
 
-@BITS
+@needs_compiled
 def test_a_prompt_cut_at_any_token_of_a_picture_gives_the_same_bits(engine: Engine) -> None:
     for whole in (prompt(text(1, 3), SMALL, text(2, 4)), prompt(text(1, 2), VIDEO, text(2, 3))):
         expected = engine.score(whole)
@@ -65,7 +63,7 @@ def test_a_picture_changes_what_follows_it(engine: Engine) -> None:
     assert torch.equal(one[:3], other[:3]) and not torch.equal(one[-1], other[-1])
 
 
-@BITS
+@needs_compiled
 def test_a_mixed_batch_gives_the_bits_of_single_requests(engine: Engine) -> None:
     alone = one_by_one(engine, mixed())
     for rows in (PREFILL_CHUNK, 7):
@@ -74,12 +72,12 @@ def test_a_mixed_batch_gives_the_bits_of_single_requests(engine: Engine) -> None
     assert answers(engine, mixed()) == alone  # from shared pages
 
 
-@BITS
+@needs_compiled
 def test_a_recorded_step_gives_the_bits_of_an_eager_one(engine: Engine, checkpoint: Path) -> None:
     assert answers(start(checkpoint, eager=True), mixed()) == answers(engine, mixed())
 
 
-@BITS
+@needs_compiled
 def test_preempted_prompts_insert_their_pictures_again(engine: Engine) -> None:
     requests = [ask(prompt(text(i, 4), medium(40 + i, 4, 6), text(9, 3)), 60) for i in range(4)]
     expected = one_by_one(engine, requests)
@@ -176,7 +174,7 @@ def test_a_small_encode_is_one_piece(engine: Engine, monkeypatch: pytest.MonkeyP
     assert sum(isinstance(message, EncodePiece) for message in sent) == 1
 
 
-@BITS
+@needs_compiled
 @pytest.mark.parametrize(("rows", "columns", "frames"), [(3, 3, 1), (12, 14, 1), (14, 4, 5)])
 def test_an_encode_cut_anywhere_gives_the_same_bits(engine: Engine, rows: int, columns: int, frames: int) -> None:
     encoder, whole = engine.worker.encoder, medium(73, rows, columns, frames)
@@ -329,7 +327,7 @@ def test_a_model_of_text_refuses_pictures() -> None:
         engine.submit(Request(changed(positions=[])))
 
 
-@pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
+@needs_compiled
 def test_ranks_encode_together(checkpoint: Path) -> None:
     """Batches, cuts, evictions and cancelled encodes over three ranks, by the bits of single requests."""
     assert run_ranks(3, "media_prompts:same_answers", kwargs={"model": str(checkpoint)}, timeout=300)[0] == []

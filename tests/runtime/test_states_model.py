@@ -15,7 +15,7 @@ from media_prompts import LARGE, SMALL, VIDEO, medium, text
 from media_prompts import ask as ask_for
 from media_prompts import prompt as prompt_with
 from ranks import run_ranks
-from rungs import COMPILED
+from rungs import COMPILED, needs_compiled
 from tiny import make_checkpoint
 
 from tilerank.kernels.state_slots import StateSlots
@@ -42,7 +42,6 @@ DENSE: dict[str, Any] = {
 }
 MIXTURE = DENSE | {"family": "qwen3_5_moe", "experts": 6, "topk": 2, "moe_inter": 80}
 TOLERANCE = 1e-4
-needs_core = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 600, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@needs_core
+@needs_compiled
 @pytest.mark.parametrize("length", [1, 64, 65, 66, 129, 193, 200, 385])
 def test_the_size_of_chunks_changes_no_bit_of_an_answer(shared: Engine, length: int) -> None:
     prompt = prompt_of(length)
@@ -210,7 +209,7 @@ def test_no_step_touches_a_slot_of_no_sequence_in_it(shared: Engine) -> None:
     assert not any((cache.state[:3] == -3.0).any() for cache in layers)
 
 
-@needs_core
+@needs_compiled
 def test_pictures_in_a_mixed_batch_give_the_bits_of_single_requests(shared: Engine) -> None:
     """Steps of 64 rows end inside of a picture and between two: the state that one leaves is continued by the next."""
     prompts = [

@@ -24,3 +24,8 @@ RUNGS = [
 
 COMPILED = [rung.name for rung in TESTED if rung.usable and rung.name != "reference"]
 """The rungs of the compiled core that this machine can run."""
+
+needs_compiled = pytest.mark.skipif(
+    not COMPILED, reason="in plain torch a row's bits depend on the batch; no compiled rung runs here"
+)
+"""Mark of a test that compares the bits of a request with those of the same request in another batch."""

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from batching import answers, single_engine
-from rungs import COMPILED
+from rungs import needs_compiled
 from tiny import make_checkpoint
 
 from tilerank.runtime.lead.engine import Request
@@ -13,7 +12,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 
 
-@pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
+@needs_compiled
 def test_shared_pages_and_preemption_leave_the_bits(tmp_path: Path) -> None:
     dims = {"hidden": 96, "head_dim": 24, "kv_heads": 1, "inter": 104, "vocab": 600, "layers": 6, "per_layer": 64}
     model = make_checkpoint("gemma4_text", tmp_path, 3, **dims)

@@ -10,7 +10,7 @@ import torch
 from batching import answers, evict, forget, one_by_one, score_in_chunks, single_engine, spy
 from media_files import DEMO_VL
 from media_prompts import ask, text
-from rungs import COMPILED
+from rungs import COMPILED, needs_compiled
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
@@ -26,7 +26,6 @@ from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt, S
 from tilerank.runtime.protocol.rank_messages import Encode, Message, StoreSource
 from tilerank.runtime.rank.registry import build_model, read_supported_card
 
-BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 VOCAB, SIDE, TOKENS = 777, 4, 68  # of make_tiny.py: patches of a tile's side, tokens of a picture
 
 
@@ -94,7 +93,7 @@ def stores(sent: list[Message]) -> int:
     return sum(isinstance(message, StoreSource) for message in sent)
 
 
-@BITS
+@needs_compiled
 def test_a_prompt_cut_anywhere_gives_the_same_bits(engine: Engine) -> None:
     whole = prompt(text(1, 5), picture(1, 1, 3), text(2, 4), picture(2), picture(3, 2, 2), text(3, 6))
     expected = engine.score(whole)
@@ -114,7 +113,7 @@ def test_tokens_see_only_what_is_shown_to_them(engine: Engine) -> None:
     assert not any(same[:3])
 
 
-@BITS
+@needs_compiled
 def test_128_mixed_requests_give_the_bits_of_single_ones(engine: Engine) -> None:
     requests = mixed(128)
     alone = one_by_one(engine, requests)
@@ -123,7 +122,7 @@ def test_128_mixed_requests_give_the_bits_of_single_ones(engine: Engine) -> None
     assert answers(engine, requests) == alone  # from shared pages
 
 
-@BITS
+@needs_compiled
 def test_chunks_cancels_and_preemption_change_no_bit(engine: Engine) -> None:
     requests = mixed(24)
     alone = one_by_one(engine, requests)
@@ -144,7 +143,7 @@ def test_chunks_cancels_and_preemption_change_no_bit(engine: Engine) -> None:
     forget(engine)
 
 
-@BITS
+@needs_compiled
 def test_a_recorded_step_gives_the_bits_of_an_eager_one(engine: Engine, checkpoint: Path) -> None:
     assert answers(start(checkpoint, eager=True), mixed(20)) == answers(engine, mixed(20))
 
@@ -163,7 +162,7 @@ def test_prompts_with_the_same_pictures_share_their_source(engine: Engine, monke
     assert stores(sent) == 2 and sum(isinstance(message, Encode) for message in sent) == 2
 
 
-@BITS
+@needs_compiled
 def test_others_get_a_token_in_every_step_of_a_store(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pictures of 68 tokens are 5 pages, one in each piece here. A request that ends before the last piece leaves
     nothing, and pieces give the bits of a whole source."""
@@ -260,7 +259,7 @@ def test_a_model_without_cross_attention_refuses_a_source() -> None:
         engine.submit(Request(Prompt([1, 2], source=[Segment(0, 0, 1)])))
 
 
-@BITS
+@needs_compiled
 def test_the_language_model_alone_is_llama(engine: Engine, checkpoint: Path, tmp_path: Path) -> None:
     """Layers of cross-attention do nothing to text: a checkpoint of type mllama_text_model gives the bits of the whole
     one, also beside a picture, and holds neither these layers nor pages for sources."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from batching import answers, forget, one_by_one, score_in_chunks, single_engine
 from media_prompts import ask
-from rungs import COMPILED
+from rungs import needs_compiled
 from tiny import make_checkpoint
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
@@ -18,8 +18,6 @@ from tilerank.runtime.media.processor import Processor
 from tilerank.runtime.models import moss_vl
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Prompt
-
-BITS = pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def cut_prompt(processor: Processor) -> Prompt:
     return processor.prompt("a cat <|image|><|image|>sees <|video|>the stone", media)
 
 
-@BITS
+@needs_compiled
 def test_a_prompt_cut_anywhere_gives_the_same_bits(engine: Engine, processor: Processor) -> None:
     whole = cut_prompt(processor)
     expected = engine.score(whole)
@@ -83,7 +81,7 @@ def test_a_prompt_cut_anywhere_gives_the_same_bits(engine: Engine, processor: Pr
     assert torch.equal(score_in_chunks(engine, whole, list(range(1, len(whole.token_ids)))), expected)
 
 
-@BITS
+@needs_compiled
 def test_tokens_see_the_frames_up_to_their_own_alone(engine: Engine, processor: Processor) -> None:
     """Before the first frame, logits are those of text. Another frame changes its placeholder and what follows."""
     text = "the cat <|image|>sees <|image|>the stone"
@@ -96,7 +94,7 @@ def test_tokens_see_the_frames_up_to_their_own_alone(engine: Engine, processor: 
     assert same == [True] * second + [False] * (len(same) - second)
 
 
-@BITS
+@needs_compiled
 def test_groups_of_frames_change_no_bit(engine: Engine, processor: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five frames: all at once, two at a time, and each alone. Frames are encoded like pictures of their own."""
     [medium] = processor.prompt("<|video|>", [video(1, 5)]).media
@@ -115,7 +113,7 @@ def test_groups_of_frames_change_no_bit(engine: Engine, processor: Processor, mo
         assert alone is not None and torch.equal(alone[0], own)
 
 
-@BITS
+@needs_compiled
 def test_mixed_requests_give_the_bits_of_single_ones(engine: Engine, processor: Processor) -> None:
     """In one batch, from shared pages, in small chunks, and where sequences give way to others."""
     requests = mixed(processor, 32)
@@ -133,12 +131,12 @@ def test_mixed_requests_give_the_bits_of_single_ones(engine: Engine, processor: 
     forget(engine)
 
 
-@BITS
+@needs_compiled
 def test_a_recorded_step_gives_the_bits_of_an_eager_one(engine: Engine, processor: Processor, model_dir: Path) -> None:
     assert answers(start(model_dir, eager=True), mixed(processor, 12)) == answers(engine, mixed(processor, 12))
 
 
-@BITS
+@needs_compiled
 def test_a_second_turn_shares_the_pages_of_the_first(engine: Engine, processor: Processor) -> None:
     """Also if it has another picture, whose source holds the frames of the first turn as well."""
     first, more = processor.prompt("<|image|>" + words(1, 60), [picture(1, 64, 96)]), picture(2, 130, 70)

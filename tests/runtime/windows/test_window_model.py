@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from rungs import COMPILED
+from rungs import needs_compiled
 from tiny import make_checkpoint
 
 from tests.runtime.windows.sliding import NEW_TOKENS
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp=tmp_path_factory.mktemp("sliding"), **DIMS)
 
 
-@pytest.mark.skipif(not COMPILED, reason="in plain torch a row's bits depend on the batch")
+@needs_compiled
 @pytest.mark.parametrize(
     ("tp", "window", "slides"),
     [(1, 40, [True, False, True]), (3, 5, [True, True, True]), (2, 70, [False, True, True])],
