@@ -74,12 +74,9 @@ def test_calls_are_read_wherever_the_text_is_cut() -> None:
     assert text.startswith(
         'Look: <|tool_call>call:weather{city:<|"|>S\u00e3o "Paulo", {x}: [1]<|"|>,days:[1,-2.5,true,null],n:3'
     )
-    expected = ["Look: ", ("weather", ARGUMENTS), ("stop", {})]
     for cut in range(len(text) + 1):
-        assert [one.strip() if isinstance(one, str) else one for one in read(text, cut)] == [
-            "Look:",
-            *expected[1:],
-        ], cut
+        begin, *calls = read(text, cut)
+        assert (begin.strip(), calls) == ("Look:", [("weather", ARGUMENTS), ("stop", {})]), cut
 
 
 @pytest.mark.parametrize(

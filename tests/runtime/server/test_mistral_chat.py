@@ -110,7 +110,7 @@ def test_thoughts_and_calls_are_found_and_put_back(model: Path, template: str) -
         if template is not NEW:
             id = shown.partition("[TOOL_RESULTS]")[2].partition(":")[0]
             assert len(id) == 9 and id.isalnum()
-            assert (f"[CALL_ID]{id}[ARGS]" if template is IDS else "") in shown
+            assert (f"[CALL_ID]{id}[ARGS]" in shown) == (template is IDS)
 
         plain = await server.ask(f"Well.{WRITTEN[NEW]}")
         assert "[TOOL_CALLS]" not in plain.choices[0].message.content and not plain.choices[0].message.tool_calls

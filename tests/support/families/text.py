@@ -258,7 +258,7 @@ GEMMA4 = Record(
     "gemma4",
     "reference_text",
     {
-        # Layers 2 and 5 attend to all, with heads of twice the size and one KV head, whose keys are its values.
+        # The last layer attends to all tokens, with heads of twice the size and one KV head, whose keys are its values.
         "as-31b": tiny("gemma4_text", 1, (6, 3), head_dim=16, hidden=112, inter=200, vocab=777, layers=3),
         "as-26b": tiny(
             "gemma4_text",
@@ -279,5 +279,5 @@ GEMMA4 = Record(
     # Around the window of 20 tokens, with and without the new tokens; several times as long.
     prompts=(1, 19, 21, 70),
     seed=3,
-    starts=(Start(1, SPLIT), *fp32_starts((3, 5, 6), SPLIT, plain=("as-26b",), chunked=("as-e2b",))),
+    starts=(Start(1, SPLIT), *fp32_starts((3, 5, 6), SPLIT, plain=("as-26b", "as-e2b"), chunked=("as-e2b",))),
 )
