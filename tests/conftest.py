@@ -24,7 +24,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector leave alone what was imported and collected: torch, transformers and all tests."""
+    """Keep torch, transformers and all tests, which stay in memory, out of every later garbage collection."""
     gc.freeze()
     gc.enable()
 

@@ -146,7 +146,7 @@ def test_what_is_unsupported_or_inconsistent_is_refused(tmp_path: Path, changes:
     ],
 )
 def test_other_kinds_of_minimax_are_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
-    """Whose mixture is that of DeepSeek-V3."""
+    """The mixture of MiniMax-M2 is that of DeepSeek-V3."""
     minimax = MIXTURE | {"model_type": "minimax_m2", "num_local_experts": 128, "head_dim": 128, "rotary_dim": 64}
     with pytest.raises(ConfigError) as caught:
         build_model(read_card(write_config(tmp_path, changes, minimax)), Sharding(0, 1, torch.bfloat16, None))

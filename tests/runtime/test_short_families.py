@@ -51,7 +51,7 @@ def test_a_window_holds_for_all_layers(tmp_path: Path, fields: dict[str, Any], w
 
 @pytest.mark.parametrize(("beta", "expected"), [(0.1, Temperature(0.1, 16384)), (0.0, None), (None, None)])
 def test_the_language_model_of_mistral3(tmp_path: Path, beta: float | None, expected: Temperature | None) -> None:
-    """Its pictures have one of the first ids, which takes none of the others from the vocabulary."""
+    """The placeholder of pictures has one of the first ids; the vocabulary still has all ids after it."""
     text = NOT_SCALED | {"model_type": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": beta}}
     del text["rope_theta"]
     found = mixers(tmp_path, {"model_type": "mistral3", "image_token_index": 10, "text_config": text})

@@ -10,8 +10,8 @@ import pytest
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Return a directory that `make` has filled. The first worker that asks for it makes it, and others wait. Nobody
-    changes what is in it."""
+    """Return a directory that `make` has filled. The first worker that asks for it makes it, and others wait. Tests
+    do not change its files."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made"
     folder.mkdir(exist_ok=True)
@@ -19,7 +19,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     with open(folder / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not complete.exists():
-            shutil.rmtree(out, ignore_errors=True)  # what a worker left behind that failed
+            shutil.rmtree(out, ignore_errors=True)  # what a failed worker left behind
             out.mkdir()
             make(out)
             complete.touch()

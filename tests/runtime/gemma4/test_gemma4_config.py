@@ -50,7 +50,7 @@ DENSE: dict[str, Any] = {
     "vocab_size": 1000,
     "vocab_size_per_layer_input": 1000,
 }
-# What Gemma-4-E2B has in other ways.
+# The fields in which Gemma-4-E2B differs.
 SHARED = {
     "attention_k_eq_v": False,
     "hidden_size_per_layer_input": 64,

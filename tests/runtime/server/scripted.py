@@ -66,7 +66,7 @@ class Server:
 
     answer: a text, or a function of the prompt. sounds: those of an answer that speaks, one after each token. limit:
     the engine sends this many tokens of an answer and waits. cut: it then closes its connection. cancelled: numbers.
-    logprobs: gives those of a token. values: gives the vector or the score of a prompt that is to have one.
+    logprobs: gives those of a token. values: returns the vector or the score of a prompt.
     """
 
     def __init__(self, app: ASGIApp, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:

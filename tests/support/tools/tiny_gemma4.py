@@ -20,7 +20,7 @@ def gemma4_text(d, **extra):
     return c | extra
 
 def gemma4_shared(d, per_layer):
-    """What the files of Gemma-4-E2B and E4B have in other ways: inputs of layers, and keys that layers share."""
+    """The fields in which Gemma-4-E2B and E4B differ: inputs of layers, and keys that layers share."""
     return dict(attention_k_eq_v=False, hidden_size_per_layer_input=per_layer, num_global_key_value_heads=None, num_kv_shared_layers=d.layers // 2,
                 use_bidirectional_attention=None, use_double_wide_mlp=True)
 
