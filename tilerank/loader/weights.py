@@ -24,6 +24,9 @@ from .rectangle import FLOATS, Read, place_of, read_floats
 
 log = logging.getLogger(__name__)
 
+Quantized = GGUFReads | QuantizedCheckpoint
+"""What reads weights that are not plain floats of safetensors files."""
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -60,7 +63,7 @@ def load_weights(
     allocated or read, and for one that holds NaN, infinity or what its format cannot represent.
     """
     started = time.monotonic()
-    quantized: GGUFReads | QuantizedCheckpoint | None = None
+    quantized: Quantized | None = None
     if checkpoint.gguf:
         quantized = GGUFReads(checkpoint)
     elif quantization is not None:
@@ -146,7 +149,7 @@ def _agreed(
     model: Layer,
     checkpoint: Checkpoint,
     ignore: Callable[[str], bool],
-    quantized: GGUFReads | QuantizedCheckpoint | None,
+    quantized: Quantized | None,
     calibration: Calibration | None,
 ) -> list[Read]:
     """Return what this rank has to read, in storage order, once model and checkpoint are known to agree."""
@@ -181,15 +184,13 @@ def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _reads(
-    model: Layer,
-    checkpoint: Checkpoint,
-    quantized: GGUFReads | QuantizedCheckpoint | None,
-    calibration: Calibration | None,
+    model: Layer, checkpoint: Checkpoint, quantized: Quantized | None, calibration: Calibration | None
 ) -> Iterator[Read]:
     for rectangle in model.rectangles():
         if quantized is None:
-            read = read_floats(rectangle, place_of(rectangle, checkpoint))
-            importance = None if calibration is None else calibration.importance(rectangle)
-            yield read if importance is None else replace(read, importance=importance)
+            reads = iter([read_floats(rectangle, place_of(rectangle, checkpoint))])
         else:
-            yield from quantized.reads(rectangle)
+            reads = quantized.reads(rectangle)
+        for read in reads:
+            importance = None if calibration is None or read.part is not None else calibration.importance(rectangle)
+            yield read if importance is None else replace(read, importance=importance)

@@ -1,4 +1,4 @@
-"""A tiny Llama of random blocks: a GGUF file, and a directory with the same values in fp32."""
+"""A tiny Llama of random blocks: a GGUF file, and a directory and a second GGUF file with the same values in fp32."""
 
 import json
 from pathlib import Path
@@ -48,16 +48,19 @@ METADATA: dict[str, Any] = {
 }
 
 
-def make(folder: Path) -> tuple[Path, Path]:
-    """Return the file and the directory. Every format occurs; neighbours that are fused have one."""
+def make(folder: Path) -> tuple[Path, Path, Path]:
+    """Return the file, the directory and the file of floats. Every format occurs; neighbours that are fused have one."""
     rng, values = np.random.default_rng(0), dict[str, torch.Tensor]()
     stored: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    floats: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
 
     def add(name: str, kind: str, rows: int, columns: int) -> torch.Tensor:
         data = random_blocks(kind, rows, columns, rng, scale=0.02 if kind == "MXFP4" else 0.005)
         stored[name] = (kind, (rows, columns), data)
         blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, -1, TYPES[kind][2])
-        return dequantise(kind, blocks)
+        found = dequantise(kind, blocks)
+        floats[name] = ("F32", (rows, columns), found.numpy().tobytes())
+        return found
 
     values["model.embed_tokens.weight"] = add("token_embd.weight", "Q6_K", VOCAB, HIDDEN)
     kinds = iter(BLOCKS * LAYERS)
@@ -81,7 +84,11 @@ def make(folder: Path) -> tuple[Path, Path]:
     config |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512, "dtype": "float32"}
     config |= {"tie_word_embeddings": True, "hidden_act": "silu", "eos_token_id": VOCAB - 1}
     (directory / "config.json").write_text(json.dumps(config))
-    return write_gguf(folder / "tiny.gguf", METADATA, stored), directory
+    file, of_floats = (
+        write_gguf(folder / f"{name}.gguf", METADATA, stored | others)
+        for name, others in (("tiny", {}), ("floats", floats))
+    )
+    return file, directory, of_floats
 
 
 def score(team: Team, *, model: str, dtypes: list[str], ids: list[int]) -> list[list[float]] | None:

@@ -1,6 +1,6 @@
 """What to read of a GGUF file for a rectangle of a weight: floats, or blocks of codes, scales and minimums.
 
-Rows of a rotation that a file has as adjacent pairs are put into halves of a head, whole as they are.
+Where a file has the rows of a rotation as adjacent pairs, whole rows are moved so that pairs lie in halves of a head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from ..rectangle import Read, StoredRectangle, read_floats
 
 
 class GGUFReads:
-    """What reads the weights of a GGUF file."""
+    """What reads the weights of a GGUF file, with the methods of QuantizedCheckpoint.
+
+    Blocks are written as they are to weights of their format. All other weights are written as values, which a weight
+    of another format quantises.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.gguf
@@ -35,7 +39,8 @@ class GGUFReads:
             yield read_floats(rectangle)
             return
         stored, parameter = _stored(rectangle, tensor), rectangle.parameter
-        if isinstance(parameter, WeightParameter) and parameter.is_quantised:
+        holds_codes = isinstance(parameter, WeightParameter) and parameter.is_quantised
+        if holds_codes and not tensor.stored.type.is_float:
             columns = stored.index[1]
             blocks = (columns.stop - columns.start) // tensor.stored.type.block
             part = partial(_write, rectangle, tensor, stored)
