@@ -67,7 +67,7 @@ def test_products_and_rows_have_the_values_of_the_file(rung: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES)
-def test_experts_are_the_same_products(kind: str) -> None:
+def test_experts_are_the_same_products(rung: str, kind: str) -> None:
     experts, width = 2, 256
     gate_up = PackedExperts.empty(experts, width, K, Gguf(kind, _block(kind)), parts=2)
     down = PackedExperts.empty(experts, K, width, Gguf(kind, _block(kind)))

@@ -81,7 +81,7 @@ def _layout(kind: str, tile_bytes: int) -> Layout:
 
 GGUF_LAYOUTS = {type.kind: _layout(type.kind, HALF_N * type.group * type.bits // 8) for type in GGUF_TYPES.values()}
 
-_PACK = Contract("pack_gguf: w.values codes[_, _]:u8 row:int col:int bits:int")
+_PACK = Contract("pack_gguf: w.values codes[_, _]:u8 row:int bits:int")
 _EMBEDDING = {
     kind: Contract(
         "GgufWeight.embedding: ids[t]:i64 w:weight first_row:int n:int k:int kind:int -> out[t, k]:bf16",
@@ -174,7 +174,7 @@ class GgufWeight(block_scaled.BlockScaledWeight):
             check_rectangle(where, codes, (self.n, self.k), (row, 0))
             if codes.shape[1] % 8:
                 raise KernelError(f"{where}: expected a multiple of 8 columns, found {codes.shape[1]}")
-            _PACK.run(self, codes.contiguous(), row, 0, self.format.parts.bits)
+            _PACK.run(self, codes.contiguous(), row, self.format.parts.bits)
 
     def write_scales(
         self,
@@ -261,7 +261,7 @@ def _unpack_planes(values: Tensor, bits: int, group: int) -> Tensor:
         return unpack(plane)
 
     if bits >= 4:
-        # Of each half of a word, nibbles are every other input.
+        # The nibbles of the lower half of a word are the even inputs, those of the upper half the odd ones.
         nibbles = take(4, lambda plane: torch.stack([plane & 15, plane >> 4], -1).flatten(-2))
         codes = codes | torch.unflatten(nibbles, -1, (2, 4)).transpose(-1, -2).flatten(-2)
         place = 4

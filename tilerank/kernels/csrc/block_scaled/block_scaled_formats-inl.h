@@ -159,6 +159,18 @@ struct Int4Codes {
 #endif
 };
 
+#ifdef TR_AVX2
+// The numbers of `table` for inputs 2 P and 2 P + 1 of eight codes.
+template <int P>
+static inline Pair pair_in_table(const int8_t* table, Ints codes) {
+  const Ints nibbles = both(P % 2 ? shift_halves_down<4>(codes) : codes, bytes(15));
+  const Ints numbers = lookup_nibbles(table, nibbles);
+  constexpr int kByte = P / 2;
+  return {to_vec(shift_right<24>(shift_left<24 - 8 * kByte>(numbers))),
+          to_vec(shift_right<24>(shift_left<8 - 8 * kByte>(numbers)))};
+}
+#endif
+
 // Codes of E2M1.
 struct E2m1Codes {
 #ifdef TR_AMX
@@ -176,15 +188,7 @@ struct E2m1Codes {
 
   template <int P>
   static Pair pair(Ints codes) {
-    const Ints nibbles = both(P % 2 ? shift_halves_down<4>(codes) : codes, bytes(15));
-    const Ints doubles = lookup_nibbles(kE2m1Doubles, nibbles);
-    return {value<P / 2>(doubles), value<P / 2 + 2>(doubles)};
-  }
-
- private:
-  template <int kByte>
-  static Vec value(Ints doubles) {
-    return to_vec(shift_right<24>(shift_left<24 - 8 * kByte>(doubles)));
+    return pair_in_table<P>(kE2m1Doubles, codes);
   }
 #endif
 };

@@ -8,9 +8,8 @@
 //                                  byte of the third bits
 //     Runs of 8 inputs follow one another: nibbles [runs][16][4 bytes], others [runs][16][2 or 1 bytes].
 //   scales: f16 [n / 32][blocks][1 or 2][32 outputs]: the scales, and the minimums of formats that have some
-//   subscales: i8 [n / 32][blocks][groups of a block][1 or 2][32 outputs]: the same of groups; none: a block is a
-//   group.
-//              Of 2 bits both are in one byte, the subscale in the low nibble
+//   subscales: i8 [n / 32][blocks][groups of a block][1 or 2][32 outputs]: the factors of both for each group; absent
+//              if a block is a group. With codes of 2 bits, both are in one byte, the subscale in the low nibble
 //
 // value = scale * subscale * (code - middle) + minimum * subminimum, where middle is half of the codes if there are no
 // minimums, else 0. Codes of IQ4 stand for the numbers of a table instead.

@@ -168,15 +168,7 @@ struct Iq4Codes {
 #else
   template <int P>
   static Pair pair(Ints codes) {
-    const Ints nibbles = both(P % 2 ? shift_halves_down<4>(codes) : codes, bytes(15));
-    const Ints numbers = lookup_nibbles(kIq4Numbers, nibbles);
-    return {value<P / 2>(numbers), value<P / 2 + 2>(numbers)};
-  }
-
- private:
-  template <int kByte>
-  static Vec value(Ints numbers) {
-    return to_vec(shift_right<24>(shift_left<24 - 8 * kByte>(numbers)));
+    return pair_in_table<P>(kIq4Numbers, codes);
   }
 #endif
 };

@@ -46,8 +46,8 @@ static inline void put_run(uint8_t* tile, int64_t n, int64_t run, const uint8_t*
   if (Planes::kSingles) put(tile + Planes::kSinglesAt + run * 16 + n, singles, 1);
 }
 
-// codes[r, c] u8, contiguous rows; row any, col and c multiples of 16.
-TR_ENTRY(pack_gguf, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t col, int64_t bits) {
+// Writes codes[r, c] u8 to the first c columns from row `row` on. Their rows are contiguous; c is a multiple of 8.
+TR_ENTRY(pack_gguf, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t bits) {
   // No two threads write to one block of outputs.
   const int64_t first = row / kBlockN, columns = codes.size[1];
   const Range own = team.share(blocks(row + codes.size[0], kBlockN) - first);
@@ -58,8 +58,7 @@ TR_ENTRY(pack_gguf, Team& team, const Tensor& w_values, const Tensor& codes, int
     for (int64_t n = begin; n < end; ++n) {
       const uint8_t* const from = codes.row<const uint8_t>(n - row);
       for (int64_t k = 0; k < columns; k += 8) {
-        uint8_t* const tile = tile_of<Planes>(w_values, n, col + k);
-        put_run<Planes>(tile, n % kHalfN, (col + k) % Planes::kInputs / 8, from + k);
+        put_run<Planes>(tile_of<Planes>(w_values, n, k), n % kHalfN, k % Planes::kInputs / 8, from + k);
       }
     }
   });
