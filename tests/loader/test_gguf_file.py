@@ -45,7 +45,7 @@ def test_any_part_opens_a_split_file(tmp_path: Path) -> None:
     gguf = open_gguf(second)
     assert gguf.path == first and list(gguf.tensors) == ["one", "two"] and gguf.architecture == "llama"
     part(1, {}, {"one": TENSORS["one"]})
-    with pytest.raises(CheckpointError, match=r"tensor one is in .* as well"):
+    with pytest.raises(CheckpointError, match=r"tensor 'one' is in .* as well"):
         open_gguf(second)
     second.unlink()
     with pytest.raises(CheckpointError, match=r"00002-of-00002\.gguf: cannot be read: No such file"):
@@ -85,6 +85,7 @@ def key(name: str, value: bytes) -> bytes:
         (key("k", struct.pack("<IIQQ", 9, 8, 2, 1 << 62)), "k: expected "),
         (key("k", struct.pack("<IIQ", 9, 5, 1 << 61)), "k: expected "),
         (key("k", struct.pack("<IQ", 8, 2) + b"\xff\xff"), "k: expected UTF-8, found b'\\xff\\xff'"),
+        (key("k\n", struct.pack("<IQ", 8, 1) + b"\xff"), "k\\n: expected UTF-8, found b'\\xff'"),
         (key("general.alignment", struct.pack("<II", 4, 3)), "general.alignment: expected a power of two"),
         (described(text("t" * 64), (4,)), "expected tensors with names of 1 to 63 bytes"),
         (described(text("t"), ()), "tensor t: expected 1 to 4 dimensions, found 0"),

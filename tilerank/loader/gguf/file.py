@@ -56,7 +56,7 @@ class GGUFFile:
             for description in header.tensors:
                 if description.name in self.tensors:
                     other = self.tensors[description.name].file
-                    raise CheckpointError(f"{header.path}: tensor {description.name} is in {other} as well")
+                    raise CheckpointError(f"{header.path}: tensor {show(description.name)} is in {other} as well")
                 self.tensors[description.name] = GGUFTensor(header, description)
         self.metadata: Mapping[str, Scalar | ArrayValue] = self._first.metadata
         kind = self.metadata.get("general.type", "model")

@@ -88,7 +88,9 @@ class Header:
         return self._bytes[tensor.begin : tensor.begin + tensor.nbytes]
 
     def _fail(self, expected: str, what: str = "") -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}{': ' if what else ''}expected {expected}")
+        """Return an error. what: the part of the file, whose name may have any characters."""
+        where = f"{show(what)[1:-1]}: " if what else ""
+        return CheckpointError(f"{self.path}: {where}expected {expected}")
 
     def _read_counts(self) -> tuple[int, int]:
         magic, version, tensors, keys = struct.unpack_from("<4sIQQ", self._bytes)
@@ -114,8 +116,8 @@ class Header:
 
     def _short(self, end: int, what: str) -> CheckpointError:
         if end > self._size:
-            return self._fail(f"{end} bytes or more, found {self._size} (truncated)", show(what)[1:-1])
-        return self._fail(f"a header of at most {MAX_HEADER} bytes", show(what)[1:-1])
+            return self._fail(f"{end} bytes or more, found {self._size} (truncated)", what)
+        return self._fail(f"a header of at most {MAX_HEADER} bytes", what)
 
     def _string(self, what: str) -> str:
         (length,) = self._take("<Q", what)
@@ -142,7 +144,7 @@ class Header:
             elif kind in _SCALARS:
                 found[key] = self._take("<" + _SCALARS[kind], key)[0]
             else:
-                raise self._fail(f"one of the 13 types of GGUF, found {kind}", show(key)[1:-1])
+                raise self._fail(f"one of the 13 types of GGUF, found {kind}", key)
         return found
 
     def _skip_array(self, key: str) -> ArrayValue:
@@ -154,7 +156,7 @@ class Header:
             least = step = struct.calcsize("<" + _SCALARS[kind])
         else:
             found = "arrays in an array" if kind == _ARRAY else f"type {kind}"
-            raise self._fail(f"an array of numbers or strings, found {found}", show(key)[1:-1])
+            raise self._fail(f"an array of numbers or strings, found {found}", key)
         if self._at + count * least > self._limit:
             raise self._short(self._at + count * least, key)
         self._at += count * step
@@ -197,7 +199,7 @@ class Header:
         name = self._string("the tensors")
         if not name or len(name.encode()) > _MAX_TENSOR_NAME:
             raise self._fail(f"tensors with names of 1 to {_MAX_TENSOR_NAME} bytes, found {show(name)}")
-        what = f"tensor {show(name)[1:-1]}"
+        what = f"tensor {name}"
         (dims,) = self._take("<I", what)
         if not 1 <= dims <= _MAX_DIMS:
             raise self._fail(f"1 to {_MAX_DIMS} dimensions, found {dims}", what)
