@@ -97,6 +97,8 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path}: expected {SINGLE} or {INDEX}, found neither"
     (tmp_path / "pytorch_model.bin").touch()
     assert "found pytorch_model.bin, a format that is not read" in refusal(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    assert "found model.gguf, which is a model of its own; give its path" in refusal(tmp_path)
     (tmp_path / "consolidated-00001-of-00002.safetensors").touch()
     assert "found consolidated-00001-of-00002.safetensors, which has Mistral's own layout" in refusal(tmp_path)
 

@@ -13,6 +13,12 @@ from .gguf.names import named_tensors
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # the safetensors library's own limit
+_OTHERS = {
+    "consolidated*.safetensors": "which has Mistral's own layout; the repository has model-*.safetensors as well",
+    "*.gguf": "which is a model of its own; give its path instead of the directory's",
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth"), "a format that is not read"),
+}
+"""What an error says of files that have weights in other forms, by their names."""
 
 
 def listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
@@ -20,12 +26,8 @@ def listed_tensors(model_dir: Path) -> dict[str, set[str] | None]:
     if is_listed(model_dir, SINGLE):
         return {SINGLE: None}
     if not is_listed(model_dir, INDEX):
-        others = sorted(
-            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in model_dir.glob(pattern)
-        )
-        found = f"found {others[0]}, a format that is not read" if others else "found neither"
-        if native := sorted(path.name for path in model_dir.glob("consolidated*.safetensors")):
-            found = f"found {native[0]}, which has Mistral's own layout; the repository has model-*.safetensors as well"
+        others = ((path, note) for pattern, note in _OTHERS.items() for path in sorted(model_dir.glob(pattern)))
+        found = next((f"found {path.name}, {note}" for path, note in others), "found neither")
         raise CheckpointError(f"{model_dir}: expected {SINGLE} or {INDEX}, {found}")
     where = model_dir / INDEX
     weight_map = read_json_object(model_dir, INDEX, CheckpointError).get("weight_map")
