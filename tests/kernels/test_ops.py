@@ -215,7 +215,7 @@ def test_norm_rotary_is_a_norm_and_a_rotation(
 @pytest.mark.parametrize("layout", ["dense", "swapped"])
 @pytest.mark.parametrize("d", [8, 40, 72])
 def test_a_joint_norm_is_that_of_all_heads(dtype: torch.dtype, layout: str, d: int) -> None:
-    """Of heads in two parts, both of which have key head 1, and the last of which has a padded head."""
+    """The heads are in two parts. Both have key head 1, and the second has a padded query head."""
     q, k = layouts(5, 6, d, dtype)[layout], layouts(5, 3, d, dtype)[layout]
     q_weight, k_weight = randn(6, d, dtype=dtype, seed=3), randn(3, d, dtype=dtype, seed=4)
     exact = [exact_norm(x.flatten(1), w.flatten(), 1e-3, False) for x, w in ((q, q_weight), (k, k_weight))]

@@ -234,7 +234,7 @@ def test_mul_rounds_once(rung: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("d", "half", "distance"), [(128, 16, 64), (40, 5, 20), (24, 4, 20), (24, 12, 12)])
 def test_pairs_of_any_distance_are_rotated(rung: str, dtype: torch.dtype, d: int, half: int, distance: int) -> None:
-    """As the rotation of the first dims of heads whose pairs are brought together; k may have no heads."""
+    """The result is that of `rotary_` after the pairs are brought together. k may have no heads."""
     firsts = [*range(half), *range(distance, distance + half)]
     order = torch.tensor(firsts + [i for i in range(d) if i not in firsts])
     q, weight, angles = randn(6, 5, d, dtype=dtype), randn(d, dtype=dtype, seed=1), randn(6, half, seed=2)

@@ -27,8 +27,6 @@ SCORE = "score.weight"
 """The tensor [1, hidden] of models that were saved as classifiers of sequences with one label."""
 YES_AND_NO = ("yes", "no")
 """The tokens whose logits score a pair, of a model that was trained to answer with one of them."""
-_MODES = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
-"""In the order in which sentence-transformers concatenates them."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -37,6 +35,8 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_MODES = tuple(_FLAGS.values())
+"""In the order in which sentence-transformers concatenates them."""
 _ACTIVATIONS: tuple[Activation, ...] = ("Identity", "Tanh", "ReLU", "GELU")
 _MAX_WIDTH = 1 << 20
 _MAX_CONTEXT = 1 << 30

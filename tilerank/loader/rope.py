@@ -172,15 +172,14 @@ def read_rotary_dim(c: Fields, head_dim: int, usual_part: float | None = None) -
 
     The factor is at the top or beside the scaling. usual_part: None for a family that rotates whole heads.
     """
-    key = _PART
-    found = [(fields, fields.number(key, 0.0, 1.0)) for fields in (c, _scaling(c)) if fields.has(key)]
+    found = [(fields, fields.number(_PART, 0.0, 1.0)) for fields in (c, _scaling(c)) if fields.has(_PART)]
     for fields, part in found:
         if usual_part is None and part != 1.0:
-            raise fields.fail(key, "1 (partial rotary embedding is not supported)")
+            raise fields.fail(_PART, "1 (partial rotary embedding is not supported)")
         if part != found[0][1]:
-            raise fields.fail(key, f"the {found[0][1]:g} of {found[0][0].prefix}{key}")
+            raise fields.fail(_PART, f"the {found[0][1]:g} of {found[0][0].prefix}{_PART}")
         if (dim := int(head_dim * part)) % 2 or not dim:
-            raise fields.fail(key, f"an even number of the {head_dim} dimensions of a head")
+            raise fields.fail(_PART, f"an even number of the {head_dim} dimensions of a head")
     return int(head_dim * (found[0][1] if found else usual_part or 1.0))
 
 

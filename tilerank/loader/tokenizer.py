@@ -179,8 +179,8 @@ class Tokenizer:
         return data
 
     def stream(self, *, special: bool = False, marks: Sequence[str] = ()) -> "TokenStream":
-        """Return a new incremental decoder for one text. special: special tokens are part of it. marks: those that are
-        a part of it in any case."""
+        """Return a new incremental decoder for one text. special: special tokens are part of it. marks: special
+        tokens that are part of it in any case."""
         ids = {id for mark in marks if (id := self.token_id(mark)) is not None}
         shown = self._special_ids if special else self._special_ids & ids
         return ByteStream(self, shown) if self._decoder == "ByteLevel" else PieceStream(self, shown)

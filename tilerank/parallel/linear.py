@@ -105,7 +105,7 @@ class GatheredLinear(Linear):
         part = self.project(x)
         if self._sharding.size == 1:
             return columns_of(part, 0, self._out_features)
-        # The rows of a product lie apart, and those that are gathered beside each other.
+        # The rows of a product may lie apart; a gather takes contiguous ones.
         close = ops.join_columns(split_heads(part, 0, 1, part.shape[1]).transpose(0, 1), self._own, part.shape[1])
         return ops.join_columns(self._sharding.gather(close), self._starts, self._out_features)
 

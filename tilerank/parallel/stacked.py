@@ -121,8 +121,8 @@ class QKVParallelLinear(StackedLinear):
 
     projections: their names in the checkpoint, or one name if it stores them as one, the queries first. gated: a gate
     of the same size follows each head of the queries (Qwen3.5); then q is [t, q_heads, 2 * head_dim].
-    held: "qk" of a layer whose keys are its values as well; "q" of one that reads keys and values of another layer, cut
-    in the same way, whose k and v have no heads (Gemma 4).
+    held: the projections of this layer. "qk": its keys are its values as well. "q": it reads the keys and values of
+    another layer, cut in the same way, and its k and v have no heads (Gemma 4).
     """
 
     def __init__(

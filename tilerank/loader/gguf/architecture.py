@@ -1,5 +1,6 @@
 """What an architecture of GGUF is in the words of Hugging Face: fields of config.json and names. No torch."""
 
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +26,12 @@ HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_nor
 
 @dataclass(frozen=True)
 class Architecture:
-    """config: makes the fields of config.json from a file. names: the module of a layer, or of each of its experts
-    (`{}`), for each name after `blk.N.`.
+    """How the files of an architecture become fields of config.json and tensors with names of Hugging Face.
 
-    paired_rows: modules whose rows lie as adjacent pairs of a rotation, head by head; the field of config.json that
-    counts their heads. Others lie as halves of a head, as families of Hugging Face have them. norms_plus_one: the
-    weights of norms are stored plus one. expert_parts: modules of experts whose biases are one tensor.
+    config: makes the fields from a file. names: the module of a layer, or of each of its experts (`{}`), for each name
+    after `blk.N.`. paired_rows: for each module whose rows lie as adjacent pairs of a rotation, head by head, the field
+    that counts its heads; other rows lie as halves of a head, as families of Hugging Face have them. norms_plus_one:
+    the weights of norms are stored plus one.
     """
 
     config: Callable[[GGUFFile], dict[str, Any]]
@@ -102,7 +103,7 @@ def decoder_config(gguf: GGUFFile, model_type: str) -> dict[str, Any]:
 def rope_scaling(gguf: GGUFFile, keys: Keys) -> dict[str, Any] | None:
     """Return the scaling of positions; None if there is none."""
     context = keys.integer("context_length")
-    if "rope_freqs.weight" in gguf.tensors:  # Llama 3's scaling, of which files have nothing but the factors
+    if "rope_freqs.weight" in gguf.tensors:  # Llama 3's scaling, stored as its factors alone
         factors = _floats(gguf, "rope_freqs.weight")
         return _long(factors, factors, 1.0, context, 1.0)
     kind, original = (
@@ -132,8 +133,6 @@ def _long(short: list[float], long: list[float], factor: float, original: int, a
 
 def _floats(gguf: GGUFFile, name: str) -> list[float]:
     """Return the numbers of a small tensor in F32. Raises ConfigError for another type."""
-    import struct
-
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.type.name != "F32" or len(tensor.shape) != 1:
         raise ConfigError(f"{gguf.path}: tensor {name}: expected a vector in F32")

@@ -53,7 +53,7 @@ def _gemma3(gguf: GGUFFile) -> dict[str, Any]:
     else:
         every = keys.integer("attention.sliding_window_pattern", 6)
         slides = [bool((layer + 1) % every) if every else False for layer in range(layers)]
-    # The 27B, which no key tells, divides scores by sqrt(hidden / heads) instead of that of a head's size.
+    # The 27B divides scores by sqrt(hidden / heads) instead of sqrt(head_dim); no key of the file says so.
     scored = config["hidden_size"] // heads if layers == 62 else config["head_dim"]
     return config | {
         "hidden_activation": "gelu_pytorch_tanh",

@@ -20,11 +20,10 @@ _IDS = {
 _LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 """Ids that files of pieces with scores may leave out."""
 _ENDS = (
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
-    *("<|end_of_text|>", "<eos>", "<turn|>", "<|tool_response>", "[e~[", "<｜end▁of▁sentence｜>"),
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<eos>", "<｜end▁of▁sentence｜>"),
 )
-"""Tokens that end an answer wherever they are, because files name only one or two of a model's."""
-_GLM_ENDS = ("<|user|>", "<|observation|>")
+"""Tokens that end an answer in every vocabulary that has them, because files name only one or two of a model's ends."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 """Splits of vocabularies whose texts begin with bos_token unless a key says otherwise."""
@@ -38,10 +37,7 @@ def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
     fields, tokens = gguf.fields(_TOKENS), gguf.texts(f"{_TOKENS}tokens")
     types = gguf.numbers(f"{_TOKENS}token_type") if gguf.has_items(f"{_TOKENS}token_type") else []
     named = [fields.values.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    texts = {*_ENDS, *(_GLM_ENDS if gguf.architecture.startswith("glm") else ())}
-    if "<|channel|>" in tokens:  # harmony: the end of a message, of which an answer has several
-        texts.remove("<|end|>")
-    by_text = [id for id, token in enumerate(tokens) if token in texts]
+    by_text = [id for id, token in enumerate(tokens) if token in _ENDS]
     by_text = [id for id in by_text if not types or types[id] in (_CONTROL, _USER_DEFINED)]
     if fields.values.get("model") == "llama" and named[0] is None:
         named[0] = _LLAMA_IDS["eos_token"]
@@ -65,7 +61,7 @@ def _tokenizer_config(gguf: GGUFFile) -> dict[str, Any]:
 
 
 def _templates(gguf: GGUFFile) -> dict[str, Any]:
-    """Return the entry of the chat templates. A name in place of a program, of a template in llama.cpp, is no entry."""
+    """Return the entry of the chat templates. Names of templates that are built into llama.cpp are left out."""
     listed = gguf.texts("tokenizer.chat_templates") if gguf.has_items("tokenizer.chat_templates") else []
     keys = {"default": "tokenizer.chat_template"} | {name: f"tokenizer.chat_template.{name}" for name in listed}
     found = {name: gguf.metadata.get(key) for name, key in keys.items()}

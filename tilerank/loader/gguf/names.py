@@ -22,7 +22,7 @@ _READ_BY_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 class NamedTensor:
     """A tensor by its name on the hub: the stored one, or one of its parts of the same shape, counted by `part`.
 
-    heads: the rows of each of so many heads lie as adjacent pairs of a rotation; 0: they lie as the family has them.
+    heads: the number of heads whose rows lie as adjacent pairs of a rotation; 0: rows lie as the family has them.
     plus_one: values are stored plus one.
     """
 

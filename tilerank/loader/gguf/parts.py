@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .names import NamedTensor
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def map_bytes(path: Path) -> mmap.mmap:
@@ -26,7 +26,7 @@ def map_bytes(path: Path) -> mmap.mmap:
 def read_part(tensor: NamedTensor, mapped: mmap.mmap, index: tuple[slice, ...]) -> Tensor:
     """Return the rectangle `index` of a tensor, floats or blocks, as `Checkpoint.read` does."""
     type = tensor.stored.type
-    dtype = FLOATS.get(type.name, torch.uint8)
+    dtype = _FLOAT_DTYPES.get(type.name, torch.uint8)
     # The storage of the view is that of this tensor alone, whose pages may be dropped.
     count = tensor.nbytes // dtype.itemsize
     data = torch.frombuffer(mapped, dtype=dtype, count=count, offset=tensor.begin)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, models, normalizers
 
 from ..errors import CheckpointError, TokenizerError, show
 from ..gguf.file import GGUFFile, open_gguf
 from .byte_level import tokenizer_of
 from .loaded import LoadedVocabulary
-from .sentencepiece_model import SPACE, merges_of
+from .sentencepiece_model import merges_of, piece_decoder, spaces_as_pieces
 from .splits import DEEPSEEK3, DIGITS_GPT2, GPT2, LLAMA3, O200K, QWEN2, QWEN3_5, TEKKEN, Split
 
 _KEYS = "tokenizer.ggml."
@@ -93,15 +93,6 @@ def _pieces(gguf: GGUFFile, tokens: Sequence[str], types: Sequence[float]) -> to
     )
     tokenizer = tokenizers.Tokenizer(model)
     prefix = fields.flag("add_space_prefix") if fields.has("add_space_prefix") else True
-    tokenizer.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace(SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if prefix else []),
-        ]
-    )
+    tokenizer.normalizer = normalizers.Sequence(spaces_as_pieces(prefix))
+    tokenizer.decoder = piece_decoder(prefix)
     return tokenizer

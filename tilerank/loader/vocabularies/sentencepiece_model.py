@@ -13,7 +13,7 @@ from ..special_tokens import read_described_tokens, read_tokenizer_config
 from .loaded import LoadedVocabulary, add_described
 
 NAME = "tokenizer.model"
-SPACE = "▁"
+_SPACE = "▁"
 # Piece.Type and TrainerSpec.ModelType of sentencepiece_model.proto.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _UNIGRAM, _BPE = 1, 2
@@ -71,9 +71,9 @@ def _model(where: Path, file: Any, pieces: Sequence[str]) -> models.Model:
 
 
 def merges_of(mergeable: Set[str], ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return the merges of pieces with scores: a piece is made of any two others, that with the best score first.
+    """Return the merges of pieces with scores: any two pieces that make a third, the third with the best score first.
 
-    mergeable: the pieces that are made so. scores: by id.
+    mergeable: the pieces that take part. scores: by id.
     """
     merges: list[tuple[str, str]] = []
     for piece in sorted(mergeable, key=lambda piece: (-scores[ids[piece]], ids[piece])):
@@ -95,14 +95,23 @@ def _set_spaces(tokenizer: tokenizers.Tokenizer, spec: Any, config: dict[str, An
     if is_llama:
         # As transformers: without `legacy` only the text begins with a space, else what follows a special token too.
         scheme = ("always" if config.get("legacy") is True else "first") if prefix else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
     else:
-        steps += [normalizers.Prepend(SPACE)] if prefix else []
-        steps.append(normalizers.Replace(" ", SPACE))
+        steps += spaces_as_pieces(prefix)
     tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.decoder = decoders.Sequence(
+    tokenizer.decoder = piece_decoder(prefix)
+
+
+def spaces_as_pieces(prefix: bool) -> list[normalizers.Normalizer]:
+    """Return what writes the spaces of a text as "▁". prefix: one more is put before the text."""
+    return [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+
+
+def piece_decoder(prefix: bool) -> decoders.Decoder:
+    """Return the decoder of pieces. prefix: the space before a text is no part of it."""
+    return decoders.Sequence(
         [
-            decoders.Replace(SPACE, " "),
+            decoders.Replace(_SPACE, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
             *([decoders.Strip(" ", 1, 0)] if prefix else []),
