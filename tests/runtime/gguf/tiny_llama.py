@@ -49,7 +49,7 @@ METADATA: dict[str, Any] = {
 
 
 def make(folder: Path) -> tuple[Path, Path, Path]:
-    """Return the file, the directory and the file of floats. Every format occurs; neighbours that are fused have one."""
+    """Return the file, the directory and the file of floats. All formats occur; neighbours that are fused have one."""
     rng, values = np.random.default_rng(0), dict[str, torch.Tensor]()
     stored: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     floats: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
