@@ -10,10 +10,14 @@ import pytest
 from command import DEMO, Result, run
 from hub import COMMIT, Hub
 
+from tests.loader.gguf_files import Tensors, write_gguf
+from tests.runtime.gguf.tiny_llama import HIDDEN, METADATA, VOCAB
+
 MODEL = "demo/lm"
 WEIGHTS = DEMO / "model.safetensors"
 UNREACHABLE = "http://127.0.0.1:9"
 GENERATE = ("--prompt", "In the beginning", "--max-new-tokens", 4)
+NORM = ("F32", (HIDDEN,), bytes(HIDDEN * 4))
 
 
 @pytest.fixture
@@ -99,3 +103,55 @@ def test_a_model_larger_than_the_disk(hub: Hub, tmp_path: Path) -> None:
 def assert_refused(result: Result, sentence: str) -> None:
     assert result.status == 1
     assert re.fullmatch(f"tilerank: error: {sentence}", result.errors[-1]), result.err
+
+
+@pytest.fixture
+def quantised(tmp_path: Path) -> Iterator[Hub]:
+    """A hub with GGUF files of two quantisations of a model, the second in two parts, and a file that is no model."""
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    tensors: Tensors = {"token_embd.weight": ("F32", (VOCAB, HIDDEN), bytes(VOCAB * HIDDEN * 4))}
+    write_gguf(folder / "m.Q8_0.gguf", METADATA, tensors)
+    for part, (metadata, held) in enumerate(((METADATA, tensors), ({}, {"output_norm.weight": NORM}))):
+        numbers = {"split.no": part, "split.count": 2, "split.tensors.count": 2}
+        write_gguf(folder / f"m-UD-q4_k_xl-{part + 1:05}-of-00002.gguf", metadata | numbers, held)
+    (folder / "mmproj-m-Q8_0.gguf").write_bytes(b"GGUF")
+    hub = Hub({"demo/gguf": folder})
+    yield hub
+    hub.close()
+
+
+def test_a_quantisation_of_an_id_is_downloaded_alone(quantised: Hub, tmp_path: Path) -> None:
+    found = plan("demo/gguf:Q4_K_XL", tmp_path, quantised.url)
+    assert found.status == 0, found.err
+    path = Path(json.loads(found.out)["model"])
+    assert path.name == "m-UD-q4_k_xl-00001-of-00002.gguf"
+    assert sorted(held.name[-19:] for held in path.parent.iterdir()) == ["00001-of-00002.gguf", "00002-of-00002.gguf"]
+    again = plan("demo/gguf:q4_k_xl", tmp_path, UNREACHABLE, offline=1)
+    assert again.status == 0 and json.loads(again.out)["model"] == str(path), again.err
+    assert_refused(
+        plan("demo/gguf:Q8_0", tmp_path, UNREACHABLE, offline=1),
+        "the cache of demo/gguf: expected GGUF files of Q8_0, found those of UD-q4_k_xl; HF_HUB_OFFLINE is set, and "
+        r"`hf download demo/gguf --include '\*Q8_0\*.gguf'` fetches it",
+    )
+
+
+def test_a_quantisation_that_the_hub_does_not_have(quantised: Hub, tmp_path: Path) -> None:
+    assert_refused(
+        plan("demo/gguf:Q4_0", tmp_path, quantised.url),
+        "demo/gguf on the hub: expected GGUF files of Q4_0, found those of UD-q4_k_xl, Q8_0",
+    )
+    assert_refused(
+        plan("demo/gguf", tmp_path, quantised.url),
+        "demo/gguf on the hub has GGUF files: expected their quantisation as well, such as demo/gguf:UD-q4_k_xl, one "
+        "of UD-q4_k_xl, Q8_0",
+    )
+
+
+def test_a_folder_of_several_models(tmp_path: Path) -> None:
+    for name in ("a.Q8_0.gguf", "a.Q4_0-00001-of-00002.gguf", "a.Q4_0-00002-of-00002.gguf", "mmproj-a.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert_refused(
+        run("plan", tmp_path),
+        f"{tmp_path} has several models: a.Q4_0-00001-of-00002.gguf, a.Q8_0.gguf; expected the path of one",
+    )

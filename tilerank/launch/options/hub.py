@@ -1,4 +1,5 @@
-"""Models by their id on the Hugging Face hub: found in its cache or downloaded into it, then used as a directory.
+"""Models by their id on the Hugging Face hub: found in its cache or downloaded into it, then used as a directory, or as
+the GGUF file of a quantisation.
 
 `huggingface_hub` does the work and reads its own environment: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
@@ -10,29 +11,29 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LaunchError
 from ..logs import say
 from ..text import size
+from .gguf_names import files_of, models_among, quantisations
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
     from tqdm.asyncio import tqdm_asyncio
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""The files of a model that tilerank reads."""
-OTHER_FILES = ("*/*", "consolidated*")
+"""The files of a model directory that tilerank reads."""
+OTHER_FILES = (*(f"*/{pattern}" for pattern in FILES), "consolidated*")
 """Other layouts of the same weights, in folders or under the name that Mistral gives to its own layout."""
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_GGUF = "*.gguf"
+_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 OFFLINE = "HF_HUB_OFFLINE"
-_OTHER_GGUF = ("mmproj", "mtp-", "imatrix")
-"""Beginnings of the names of GGUF files that are no models."""
-_PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 
 
 def add_model_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -42,13 +43,14 @@ def add_model_argument(parser: argparse.ArgumentParser, nargs: str | None = None
         nargs=nargs,
         type=Path,
         metavar="MODEL",
-        help="a directory with a Hugging Face model, a GGUF file, or an id on the hub such as Qwen/Qwen3-0.6B",
+        help="a directory with a Hugging Face model, a GGUF file, an id on the hub such as Qwen/Qwen3-0.6B, or an id "
+        "and a quantisation of its GGUF files such as Qwen/Qwen3-0.6B-GGUF:Q8_0",
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of an id on the hub (default: main)")
 
 
 def find_model(args: argparse.Namespace) -> None:
-    """Replace an id in `args` by the directory that holds the model, which is downloaded unless the cache has it.
+    """Replace an id in `args` by the model's directory or file, which is downloaded unless the cache has it.
 
     Clients call the model by its id then, unless --served-model-name says otherwise. Processes that this one starts
     with the same arguments find the model in the cache. LaunchError if the id does not exist or cannot be downloaded.
@@ -79,51 +81,86 @@ def _model_in(directory: Path) -> Path:
     files of several models."""
     if os.path.lexists(directory / "config.json"):
         return directory
-    files = [path for path in sorted(directory.glob("*.gguf")) if not path.name.startswith(_OTHER_GGUF)]
-    files = [path for path in files if not (part := _PART.search(path.name)) or int(part[1]) == 1]
-    if len(files) > 1:
-        names = ", ".join(path.name for path in files[:5])
+    models = models_among(path.name for path in directory.glob(_GGUF))
+    if len(models) > 1:
+        names = ", ".join(files[0] for files in list(models.values())[:5])
         raise LaunchError(f"{directory} has several models: {names}; expected the path of one")
-    return files[0] if files else directory
+    return next((directory / files[0] for files in models.values()), directory)
 
 
 def download(model: str, revision: str | None) -> Path:
-    """Return the directory with the files of `model`, all of them present. Raises as `find_model` does."""
+    """Return the directory with the files of an id, or the GGUF file of `id:quantisation`, all of them present.
+
+    Raises as `find_model` does.
+    """
     from huggingface_hub import constants, errors, snapshot_download
 
-    snapshot = partial(
-        snapshot_download, model, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(OTHER_FILES)
-    )
-    with _as_launch_errors(model, revision):
+    found = _ID.fullmatch(model)
+    assert found is not None
+    id, quantisation = found.groups()
+    snapshot = cast("Callable[..., Any]", partial(snapshot_download, id, revision=revision))
+    cache = Path(constants.HF_HUB_CACHE)
+    with _as_launch_errors(id, quantisation, revision):
         if constants.HF_HUB_OFFLINE:
-            return Path(snapshot(local_files_only=True))
-        cache = Path(constants.HF_HUB_CACHE)
-        with _one_at_a_time(cache, model):
+            return _cached(partial(snapshot, local_files_only=True), id, quantisation)
+        with _one_at_a_time(cache, id):
             try:
-                files = cast("list[DryRunFileInfo]", snapshot(dry_run=True, tqdm_class=_silent()))
-                complete = _is_complete(model, files, cache)
+                listed: list[DryRunFileInfo] = snapshot(
+                    allow_patterns=[*FILES, _GGUF],
+                    ignore_patterns=list(OTHER_FILES),
+                    dry_run=True,
+                    tqdm_class=_silent(),
+                )
             except errors.DryRunError:  # the hub cannot be asked: the next call finds the cache's copy or says why not
-                complete = False
-            return Path(snapshot(local_files_only=complete))
+                return _cached(snapshot, id, quantisation)
+            files = _chosen(id, quantisation, listed)
+            names = [file.filename for file in files]
+            folder = Path(
+                snapshot(
+                    allow_patterns=[escape(name) for name in names], local_files_only=_is_complete(id, files, cache)
+                )
+            )
+            return folder if quantisation is None else folder / names[0]
 
 
-def _is_complete(model: str, files: list[DryRunFileInfo], cache: Path) -> bool:
-    """Return whether the cache has all files; if not, say how much is downloaded.
+def _cached(snapshot: Callable[..., Any], id: str, quantisation: str | None) -> Path:
+    """Return what `download` does, of the files of the cache."""
+    if quantisation is None:
+        return Path(snapshot(allow_patterns=list(FILES), ignore_patterns=list(OTHER_FILES)))
+    folder = Path(snapshot(allow_patterns=[]))
+    models = models_among(str(path.relative_to(folder)) for path in folder.rglob(_GGUF))
+    instead = f"; {_why_no_hub()}, and {_fetch(id, quantisation)}"
+    return folder / files_of(quantisation, models, f"the cache of {id}", instead)[0]
 
-    LaunchError if tilerank cannot read such files, or the disk cannot hold them.
-    """
+
+def _chosen(id: str, quantisation: str | None, files: list[DryRunFileInfo]) -> list[DryRunFileInfo]:
+    """Return the files of a model directory, or those of a quantisation. LaunchError if the hub has none of them."""
+    by_name = {file.filename: file for file in files}
+    models = models_among(by_name)
+    if quantisation is not None:
+        return [by_name[name] for name in files_of(quantisation, models, f"{id} on the hub")]
     for suffix in ("config.json", ".safetensors"):
-        if not any(file.filename.endswith(suffix) for file in files):
-            found = ", ".join(sorted(file.filename for file in files)[:5]) or "none"
-            raise LaunchError(f"{model} on the hub: expected a {suffix} file, found {found}")
+        if not any(name.endswith(suffix) for name in by_name):
+            if models:
+                names = quantisations(models)
+                raise LaunchError(
+                    f"{id} on the hub has GGUF files: expected their quantisation as well, such as {id}:{names[0]}, "
+                    f"one of {', '.join(names)}"
+                )
+            found = ", ".join(sorted(by_name)[:5]) or "none"
+            raise LaunchError(f"{id} on the hub: expected a {suffix} file, found {found}")
+    return [file for file in files if not file.filename.endswith(".gguf")]
+
+
+def _is_complete(id: str, files: list[DryRunFileInfo], cache: Path) -> bool:
+    """Return whether the cache has all files; if not, say how much is downloaded. LaunchError if it does not fit."""
     need, free = sum(file.file_size or 0 for file in files if file.will_download), shutil.disk_usage(cache).free
     if need > free:
         raise LaunchError(
-            f"{model} on the hub: {size(need)} to download, but {cache} has {size(free)} free; "
-            "HF_HOME names another place"
+            f"{id} on the hub: {size(need)} to download, but {cache} has {size(free)} free; HF_HOME names another place"
         )
     if need:
-        say(f"tilerank: {model}: downloading {size(need)} into {cache}")
+        say(f"tilerank: {id}: downloading {size(need)} into {cache}")
     return not any(file.will_download for file in files)
 
 
@@ -139,35 +176,46 @@ def _silent() -> type[tqdm_asyncio]:
 
 
 @contextmanager
-def _one_at_a_time(cache: Path, model: str) -> Iterator[None]:
+def _one_at_a_time(cache: Path, id: str) -> Iterator[None]:
     """Ranks that another launcher started wait here while the first of them on this host downloads."""
     locks = cache / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
-    with open(locks / f"tilerank--{model.replace('/', '--')}.lock", "w") as lock:
+    with open(locks / f"tilerank--{id.replace('/', '--')}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-@contextmanager
-def _as_launch_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a LaunchError."""
-    from huggingface_hub import constants, errors
+def _why_no_hub() -> str:
+    from huggingface_hub import constants
 
-    either = f"{model} is no directory here either: give one with a Hugging Face model, or an id that exists"
+    return f"{OFFLINE} is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+
+
+@contextmanager
+def _as_launch_errors(id: str, quantisation: str | None, revision: str | None) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a LaunchError."""
+    from huggingface_hub import errors
+
+    either = f"{id} is no directory here either: give one with a Hugging Face model, or an id that exists"
     try:
         yield
     except errors.GatedRepoError as e:
         raise LaunchError(
-            f"{model} on the hub wants its terms accepted by an account; accept them there and set HF_TOKEN"
+            f"{id} on the hub wants its terms accepted by an account; accept them there and set HF_TOKEN"
         ) from e
     except errors.RepositoryNotFoundError as e:
-        raise LaunchError(f"the hub has no model {model}, or it is private and HF_TOKEN is not set; {either}") from e
+        raise LaunchError(f"the hub has no model {id}, or it is private and HF_TOKEN is not set; {either}") from e
     except errors.RevisionNotFoundError as e:
-        raise LaunchError(f"{model} on the hub has no revision {revision}") from e
+        raise LaunchError(f"{id} on the hub has no revision {revision}") from e
     except errors.LocalEntryNotFoundError as e:
-        why = f"{OFFLINE} is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise LaunchError(f"the cache does not hold {model}, and {why}; {either}") from e
+        instead = either if quantisation is None else _fetch(id, quantisation)
+        raise LaunchError(f"the cache does not hold {id}, and {_why_no_hub()}; {instead}") from e
     except errors.HfHubHTTPError as e:
-        raise LaunchError(f"{model} on the hub: {str(e).strip().splitlines()[0]}") from e
+        raise LaunchError(f"{id} on the hub: {str(e).strip().splitlines()[0]}") from e
     except OSError as e:
-        raise LaunchError(f"{model} cannot be downloaded: {e}") from e
+        raise LaunchError(f"{id} cannot be downloaded: {e}") from e
+
+
+def _fetch(id: str, quantisation: str) -> str:
+    """Return what fetches the files of a quantisation where there is a network."""
+    return f"`hf download {id} --include '*{quantisation}*.gguf'` fetches it"
