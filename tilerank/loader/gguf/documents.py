@@ -27,6 +27,8 @@ _ENDS = (
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 """Splits of vocabularies whose texts begin with bos_token unless a key says otherwise."""
+_BEGINNING = ("llama", "gemma4")
+"""Kinds of vocabularies of the same."""
 
 
 def _config(gguf: GGUFFile) -> dict[str, Any]:
@@ -51,11 +53,12 @@ def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
 
 def _tokenizer_config(gguf: GGUFFile) -> dict[str, Any]:
     fields, tokens = gguf.fields(_TOKENS), gguf.texts(f"{_TOKENS}tokens")
-    is_llama, split = fields.values.get("model") == "llama", fields.values.get("pre")
+    model, split = fields.values.get("model"), fields.values.get("pre")
+    is_llama = model == "llama"
     usual = _LLAMA_IDS if is_llama else {}
     ids = {name: fields.values.get(key, usual.get(name)) for name, key in _IDS.items()}
     config: dict[str, Any] = {name: tokens[id] for name, id in ids.items() if type(id) is int and 0 <= id < len(tokens)}
-    for name, default in (("add_bos_token", is_llama or split in _BEGINS), ("add_eos_token", False)):
+    for name, default in (("add_bos_token", model in _BEGINNING or split in _BEGINS), ("add_eos_token", False)):
         config[name] = fields.flag(name) if fields.has(name) else default
     return config | _templates(gguf)
 

@@ -81,7 +81,7 @@ class Header:
             numbers.frombytes(self._bytes[value.begin : value.begin + value.count * numbers.itemsize])
             return [bool(item) for item in numbers] if value.type == 7 else list(numbers)
         self._at = value.begin
-        return [self._string(key) for _ in range(value.count)]
+        return self._strings(key, value.count)
 
     def data(self, tensor: TensorDescription) -> bytes:
         """Return the bytes of a small tensor."""
@@ -129,6 +129,20 @@ class Header:
             return self._bytes[begin:end].decode()
         except UnicodeDecodeError:
             raise self._fail(f"UTF-8, found {show(self._bytes[begin : min(end, begin + 40)])}", what) from None
+
+    def _strings(self, what: str, count: int) -> list[Scalar]:
+        """Return strings of an array, whose lengths have been checked. Vocabularies have hundreds of thousands."""
+        read, data, at = struct.Struct("<Q").unpack_from, self._bytes, self._at
+        found: list[Scalar] = []
+        for _ in range(count):
+            begin = at + 8
+            end = begin + read(data, at)[0]
+            try:
+                found.append(data[begin:end].decode())
+            except UnicodeDecodeError:
+                raise self._fail(f"UTF-8, found {show(data[begin : min(end, begin + 40)])}", what) from None
+            at = end
+        return found
 
     def _read_metadata(self, count: int) -> dict[str, Scalar | ArrayValue]:
         found: dict[str, Scalar | ArrayValue] = {}

@@ -1,6 +1,6 @@
 """tokenizer.model, the format of SentencePiece: pieces with scores, for byte pairs or a unigram model."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +64,26 @@ def _model(where: Path, file: Any, pieces: Sequence[str]) -> models.Model:
     if trainer.model_type != _BPE:
         raise TokenizerError(f"{where}: model_type: expected 1 (unigram) or 2 (BPE), found {show(trainer.model_type)}")
     ids = {piece: id for id, piece in enumerate(pieces)}
-    mergeable = {piece for piece, entry in zip(pieces, file.pieces, strict=True) if entry.type == _NORMAL}
-    merges = merges_of(mergeable, ids, scores)
+    mergeable = {
+        piece: id for id, (piece, entry) in enumerate(zip(pieces, file.pieces, strict=True)) if entry.type == _NORMAL
+    }
+    merges = merges_of(mergeable, scores)
     unknown = pieces[trainer.unk_id]
     return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback)
 
 
-def merges_of(mergeable: Set[str], ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def merges_of(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the merges of pieces with scores: any two pieces that make a third, the third with the best score first.
 
-    mergeable: the pieces that take part. scores: by id.
+    ids: of the pieces that take part. scores: by id.
     """
     merges: list[tuple[str, str]] = []
-    for piece in sorted(mergeable, key=lambda piece: (-scores[ids[piece]], ids[piece])):
-        halves = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
-        pairs = [pair for pair in halves if pair[0] in mergeable and pair[1] in mergeable]
-        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    for piece, _ in sorted(ids.items(), key=lambda item: (-scores[item[1]], item[1])):
+        cuts = range(1, len(piece))
+        pairs = [(left, right) for i in cuts if (left := piece[:i]) in ids and (right := piece[i:]) in ids]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += pairs
     return merges
 
 
