@@ -1,5 +1,6 @@
 """Grammars that force tool calls allow what models write, and nothing else."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from tilerank.runtime.protocol.grammar import Vocabulary, allowed_tokens
 from tilerank.runtime.server.chat.grammars import request_grammar
 from tilerank.runtime.server.chat.marked import MarkedFormat
 from tilerank.runtime.server.chat.request import ChatCompletion
+from tilerank.runtime.server.chat.tools.calls import ToolCall
 from tilerank.runtime.server.chat.tools.format import ToolFormat
 from tilerank.runtime.server.chat.tools.functions import FunctionFormat
+from tilerank.runtime.server.chat.tools.gemma4 import Gemma4Format
 from tilerank.runtime.server.chat.tools.named import DeepSeekFormat, KimiFormat
 from tilerank.runtime.server.chat.tools.objects import HermesFormat
+from tilerank.runtime.server.chat.tools.parser import ToolParser
 from tilerank.runtime.server.http.errors import ApiError
 
 
@@ -41,12 +45,15 @@ def test_forced_tool_calls(model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def with_marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory in which the marks of DeepSeek and Kimi-K2 are tokens."""
+    """A model directory in which the marks of DeepSeek, Kimi-K2 and Gemma 4 are tokens."""
     model = Path(shutil.copytree(DEMO_VL, tmp_path_factory.mktemp("marks") / "model"))
     inner = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-    marks = (*DeepSeekFormat.MARKS, *KimiFormat.MARKS)
+    marks = (*DeepSeekFormat.MARKS, *KimiFormat.MARKS, *Gemma4Format.MARKS)
     inner.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in marks])
     inner.save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["vocab_size"] = inner.get_vocab_size()
+    (model / "config.json").write_text(json.dumps(config))
     return model
 
 
@@ -119,3 +126,69 @@ def test_bounds_of_plain_text_are_refused() -> None:
         "tools: the parameters of weather: city: pattern is not supported, because this model writes strings without "
         "quotes"
     )
+
+
+GEMMA4_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "minLength": 1},
+        "Days": {"type": "array", "items": {"type": "integer", "maximum": 30}, "maxItems": 2},
+        "near": {"$ref": "#/$defs/Place"},
+        "sky": {"enum": ["clear", "grey, or so", None, 3]},
+        "unit": {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}], "description": "of what"},
+        "more": {},
+        "tags": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "a key": {"type": "number"},
+    },
+    "required": ["text", "Days"],
+    "$defs": {
+        "Place": {"type": "object", "properties": {"x": {"type": "number"}, "in": {"$ref": "#/$defs/Place"}}},
+    },
+}
+GEMMA4_CALLS = {
+    '{Days:[],text:<|"|>a "b"\n{c}<|"|>}': True,
+    '{Days:[3,-4],text:<|"|>a<|"|>,unit:<|"|>km<|"|>}': True,
+    '{<|"|>a key<|"|>:1.5,Days:[],more:[1,{k:<|"|><|"|>}],near:{in:{in:{x:2},x:1}},sky:<|"|>grey, or so<|"|>,'
+    'tags:{a:true,b:false},text:<|"|>a<|"|>,unit:null}': True,
+    '{Days:[],more:null,near:{},sky:3,tags:{},text:<|"|>a<|"|>}': True,
+    '{text:<|"|>a<|"|>}': False,  # Days is required
+    '{Days:[],text:<|"|><|"|>}': False,
+    '{Days:[31],text:<|"|>a<|"|>}': False,
+    '{Days:[1,2,3],text:<|"|>a<|"|>}': False,
+    '{Days:[],near:{y:1},text:<|"|>a<|"|>}': False,
+    '{Days:[],sky:<|"|>blue<|"|>,text:<|"|>a<|"|>}': False,
+    '{Days:[],tags:{a:1},text:<|"|>a<|"|>}': False,
+    '{Days:[],text:<|"|>a<|"|>,unit:<|"|>miles<|"|>}': False,
+    '{Days:[],text:"a"}': False,
+    '{Days:[]text:<|"|>a<|"|>}': False,
+    '{text:<|"|>a<|"|>,Days:[]}': False,  # not in the order of chat templates
+}
+
+
+@pytest.mark.parametrize("marks_are_tokens", [True, False])
+def test_forced_calls_of_gemma4(with_marks: Path, marks_are_tokens: bool) -> None:
+    model = with_marks if marks_are_tokens else DEMO
+    grammar = grammar_of(model, Gemma4Format(), GEMMA4_PARAMETERS)
+    for arguments, good in GEMMA4_CALLS.items():
+        call = f"<|tool_call>call:weather{arguments}<tool_call|>"
+        assert allows(model, grammar, call) == good, arguments
+        read = ToolParser(Gemma4Format(), {"weather": GEMMA4_PARAMETERS})
+        assert not good or isinstance([*read.push(call), *read.flush(cut=False)][-1], ToolCall)
+    empty = grammar_of(model, Gemma4Format(), {"properties": {}}, parallel_tool_calls=False)
+    call = "<|tool_call>call:weather{}<tool_call|>"
+    assert allows(model, empty, call) and not allows(model, empty, call + call)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"city": {"type": "string", "pattern": "^U"}}, "city: pattern is not supported"),
+        ({"day": {"type": "string", "format": "date"}}, "day: format is not supported"),
+        ({"a": {"type": "object", "minProperties": 1}}, "a: minProperties is not supported"),
+    ],
+)
+def test_keywords_that_calls_of_gemma4_cannot_follow_are_refused(parameters: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        grammar_of(DEMO, Gemma4Format(), {"properties": parameters})
+    reason = "because this model writes arguments in a format of its own"
+    assert str(caught.value) == f"tools: the parameters of weather: {sentence}, {reason}"

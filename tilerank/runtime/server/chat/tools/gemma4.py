@@ -9,6 +9,7 @@ from ..references import Schema
 from .calls import ToolCall, parse_json
 from .cursor import Cursor, NotACallError
 from .format import ToolFormat
+from .gemma4_rules import Gemma4Rules
 
 _LITERAL = re.compile(r"[^,\]}\s]+")
 _MOST_DEPTH = 64
@@ -114,4 +115,4 @@ class Gemma4Format(ToolFormat):
         return f"{self.QUOTE}{arguments}{self.QUOTE}" if isinstance(arguments, str) else json.dumps(arguments)
 
     def argument_rules(self, rule: str, schema: Schema, literal: Callable[[str], str] = json.dumps) -> list[str]:
-        raise ValueError("calls cannot be forced, because this model writes arguments in a format of its own")
+        return Gemma4Rules(rule, schema, literal, self.write_arguments).rules()
