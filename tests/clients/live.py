@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -25,15 +26,15 @@ def scripted_answer(prompt: str) -> str:
 
 
 @contextmanager
-def live_server(model: Path) -> Iterator[tuple[str, Server]]:
-    """Serve, and yield the URL and the server."""
+def live_server(model: Path, **options: Any) -> Iterator[tuple[str, Server]]:
+    """Serve with the options of `serving`, and yield the URL and the server."""
     listener = socket.create_server(("127.0.0.1", 0))
     loop = asyncio.new_event_loop()
     ready, end = threading.Event(), asyncio.Event()
     servers: list[Server] = []
 
     async def run() -> None:
-        async with serving(model, QWEN_3) as server:
+        async with serving(model, QWEN_3, **options) as server:
             server.answer = scripted_answer
             config = uvicorn.Config(server.app, log_config=None, lifespan="off")
             http = uvicorn.Server(config)

@@ -103,7 +103,7 @@ BODIES: list[tuple[str, str, bytes | dict[str, Any], str]] = [
     ("a template", CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, "'chat_template' is not supported"),
     ("a template's self", CHAT, {"messages": USER, "chat_template_kwargs": {"self": 1}}, "self cannot be set"),
     ("what is not built", COMPLETIONS, {"prompt": "x", "use_beam_search": True}, "parameter: 'use_beam_search'"),
-    ("an unknown field", CHAT, {"messages": USER, "never_heard_of": [1, {}]}, "has no field 'never_heard_of'"),
+    ("a field of others", CHAT, {"messages": USER, "dry_multiplier": [1, {}]}, "'dry_multiplier' is not supported"),
     ("ids beyond the vocabulary", COMPLETIONS, {"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids: expected"),
     ("a suffix", COMPLETIONS, {"prompt": "x", "suffix": "y"}, "Unsupported parameter: 'suffix'"),
     ("best of more", COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of: expected the value of n"),

@@ -69,12 +69,13 @@ class Server:
     logprobs: gives those of a token. values: returns the vector or the score of a prompt.
     """
 
-    def __init__(self, app: ASGIApp, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    def __init__(self, app: ASGIApp, http: httpx.AsyncClient, tokenizer: Tokenizer, context_length: int) -> None:
         self.app = app
         self.http = http
         taken: Any = http  # openai declares a client of httpx2, and takes one of httpx as well
         self.client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="any", max_retries=0, http_client=taken)
         self.tokenizer = tokenizer
+        self.context_length = context_length
         self.answer: str | Callable[[str], str] = ""
         self.sounds: list[bytes] = []
         self.finish_reason = "stop"
@@ -111,7 +112,7 @@ class Server:
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     async def answer_requests(self, incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
-        outgoing.write(encode(EngineState(4096, 1 << 20, 0.0, 0, 0, 0, 0, 0)))
+        outgoing.write(encode(EngineState(self.context_length, 1 << 20, 0.0, 0, 0, 0, 0, 0)))
         inbox = engine_inbox()
         while data := await incoming.read(1 << 20):
             for message in inbox.feed(data):
@@ -157,6 +158,8 @@ async def serving(
     sampling: SamplingDefaults | None = None,
     variables: Mapping[str, Any] | None = None,
     pooling: Pooling | None = None,
+    strict: bool = False,
+    context_length: int = 4096,
 ) -> AsyncIterator[Server]:
     """Serve a model directory. template: written into it; None for its own. variables: of it, unless requests say
     otherwise."""
@@ -180,13 +183,14 @@ async def serving(
         template_variables=variables or {},
         pooling=pooling,
         pairs=family_of("qwen3").pairs,
+        strict_fields=strict,
     )
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))
     app = make_app(engines, tokenizer, settings)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as http:
-        server = Server(app, http, tokenizer)
+        server = Server(app, http, tokenizer, context_length)
         incoming, outgoing = await asyncio.open_unix_connection(sock=theirs)
         engine = asyncio.create_task(server.answer_requests(incoming, outgoing))
         await engines.ready.wait()

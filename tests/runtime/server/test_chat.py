@@ -220,6 +220,7 @@ def test_a_template_that_prints_the_beginning_of_text(model: Path) -> None:
         (QWEN_3_5, "none", {}, "assistant\n<think>\n\n</think>\n\n"),
         (QWEN_3_5, "high", {"reasoning_effort": "high"}, "assistant\nhigh<think>\n"),
         (DEEPSEEK, "none", {}, "<｜Assistant｜></think>"),
+        ("{{ messages[0].content }}!", "high", {}, "Who?!"),  # a hint
     ],
 )
 def test_effort_of_reasoning(model: Path, template: str, effort: Any, variables: dict[str, Any], end: str) -> None:
@@ -262,7 +263,7 @@ def test_an_effort_that_cannot_be_made_is_refused(
         assert body["message"] == sentence
         assert caught.value.param == "reasoning_effort"
 
-    run(model, template, ask)
+    run(model, template, ask, strict=True)
 
 
 @pytest.mark.parametrize("arguments", ["", " \n", "null", None, "left out"])

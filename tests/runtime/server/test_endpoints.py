@@ -55,7 +55,7 @@ def test_a_chat_is_rendered_as_it_would_be_asked(model: Path) -> None:
             assert (await server.http.post(path, json=body | fields)).status_code == 200
             token_ids = server.submits[-1].prompt.token_ids
             assert rendered == {"request_id": "chatcmpl-mine", "model": "it", "token_ids": list(token_ids)}
-        changes: list[dict[str, object]] = [{"messages": []}, {"truncate": 3}, {"messages": long}]
+        changes: list[dict[str, object]] = [{"messages": []}, {"truncate_prompt_tokens": 0}, {"messages": long}]
         for wrong in changes:
             refused = [await server.http.post(p, json=body | wrong) for p in (path, f"{path}/render")]
             assert [one.status_code for one in refused] == [400, 400] and refused[0].json() == refused[1].json()

@@ -148,13 +148,14 @@ def test_tools_are_forced_and_tokens_are_counted(model: Path) -> None:
     ("fields", "sentence"),
     [
         ({"max_tokens": None}, "max_tokens: Field required"),
-        ({"container": "c"}, "this server has no field 'container' here."),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: Input should be 'custom'"),
+        ({"container": "c"}, "'container' is not supported: this server has no such feature."),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type: Input should be 'custom'"),
         ({"tool_choice": {"type": "tool"}}, "name is required for type tool, and not allowed for other types"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-            "messages.0.content.0: expected a block of type text, image, tool_use, tool_result, thinking",
+            "messages.0.content.0: expected a block of type text, image, tool_use, tool_result, thinking, redacted_",
         ),
+        ({"reasoning_effort": "low"}, "this server has no field 'reasoning_effort' here."),
         ({"tool_choice": {"type": "any"}}, "'tool_choice' is only allowed when 'tools' are specified."),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs: Input should be"),
         ({"model": "other"}, "There is no model 'other'; this server serves 'it'."),

@@ -236,31 +236,32 @@ def test_a_stream_is_cancelled_and_a_stream_fails(model: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "sentence"),
     [
-        ({"conversation": "c"}, "conversation", "this server has no field 'conversation' here."),
+        (
+            {"conversation": "c"},
+            "conversation",
+            "'conversation' is not supported: use previous_response_id of /v1/responses.",
+        ),
         ({"max_tokens": 3}, "max_tokens", "this server has no field 'max_tokens' here."),
         ({"background": True}, "background", "background: Input should be False"),
-        ({"truncation": "auto"}, "truncation", "truncation: Input should be 'disabled'"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "Input should be 'medium'"),
         (
             {"text": {"format": {"type": "json_schema"}}},
             "text.format",
             "name and schema are required for type json_schema, and not allowed for other types",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "Input should be 'function'"),
-        ({"include": ["file_search_call.results"]}, "include.0", "Input should be 'message.output_text.logprobs'"),
+        ({"tools": [{"type": "local_shell"}]}, "tools.0", "Input tag 'local_shell'"),
+        ({"include": ["other"]}, "include.0", "Input should be 'message.output_text.logprobs'"),
         (
             {"input": [{"type": "web_search_call", "id": "a"}]},
             "input.0",
-            "expected an item of type message, reasoning, function_call, function_call_output, item_reference",
+            "expected an item of type message, reasoning, function_call, function_call_output, custom_tool_call",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
             "input.0.content.0",
-            "expected a part of type input_text, output_text or input_image",
+            "expected a part of type input_text, output_text, refusal or input_image",
         ),
         ({"temperature": 3}, "temperature", "temperature: Input should be less than or equal to 2"),
         ({"model": "other"}, "model", "There is no model 'other'; this server serves 'it'."),
-        ({"reasoning": {"effort": "high"}}, "reasoning_effort", "takes no effort of reasoning"),
     ],
 )
 def test_what_the_server_does_not_do_is_refused_by_name(

@@ -113,6 +113,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="web pages of other sites that may use the server, such as https://chat.example.org, or * (default: none)",
     )
     http.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="refuse unknown fields and tools of requests (default: ignore them, and name them in a header)",
+    )
+    http.add_argument(
         "--drain-timeout",
         type=seconds,
         metavar="S",
@@ -228,7 +233,7 @@ class ServeJob(GenerateJob):
         if CONTROL not in os.environ:
             self.listener = _listen(self._args.host, self._args.port)
             host, port = self.listener.getsockname()[:2]
-            self._url = f"http://{_url_host(host)}:{port}/v1"
+            self._url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
     def model_bytes(self) -> ModelBytes:
         """Return what the model takes on one rank."""
@@ -357,6 +362,7 @@ def _run_http_process(args: argparse.Namespace) -> int:
         args.default_chat_template_kwargs,
         card.pooling,
         family.pairs,
+        args.strict_fields,
     )
     status = StatusPipe.inherited()
     status.send(Reached("listening"))
@@ -392,7 +398,3 @@ def _sampling(model_dir: Path) -> SamplingDefaults:
     if found:
         log.info("requests that do not say otherwise are sampled as generation_config.json advises: %s", found)
     return advised
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -35,6 +35,9 @@ from .http.form import FORM
 from .http.memory import MemoryMiddleware
 from .link.client import EngineClient
 
+IGNORED_HEADER = "X-Ignored-Fields"
+"""Names what of a request had no effect because this server does not know it."""
+
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> Starlette:
     """Return the ASGI application."""
@@ -51,6 +54,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("POST", "/v1/responses", responses.create, ResponseRequest),
         Operation("GET", "/v1/responses/{id}", responses.retrieve),
         Operation("DELETE", "/v1/responses/{id}", responses.delete),
+        Operation("GET", "/v1/responses/{id}/input_items", responses.input_items),
         Operation("POST", "/v1/responses/{id}/cancel", responses.cancel),
         Operation("POST", "/v1/messages", messages.create, MessageRequest),
         Operation("POST", "/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest),
@@ -119,7 +123,10 @@ def _guarded(operation: Operation, settings: ServerSettings) -> Handler:
             wanted = " or ".join(DOES[one] for one in operation.tasks)
             message = f"{settings.model} {DOES[task]}; {request.url.path} needs a model that {wanted}."
             raise ApiError(400, message, code="unsupported_endpoint")
-        return await operation.handler(request)
+        response = await operation.handler(request)
+        if ignored := getattr(request.state, "ignored", ()):
+            response.headers[IGNORED_HEADER] = ", ".join(ignored)
+        return response
 
     return checked
 
@@ -145,7 +152,9 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     what = error.detail.capitalize()
     refused = ApiError(error.status_code, f"{what}: {request.method} {request.url.path}.")
-    return await _handle_api_error(request, refused)
+    response = await _handle_api_error(request, refused)
+    response.headers.update(error.headers or {})  # Allow, for a method that the path does not have
+    return response
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:

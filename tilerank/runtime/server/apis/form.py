@@ -1,15 +1,14 @@
-"""The base of request bodies of the other APIs: strict names, and fields that a chat takes unchanged."""
+"""The base of request bodies of the other APIs, and the fields that a chat takes unchanged."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import ConfigDict, ValidationInfo, model_validator
 
-from ..chat.fields import first_unknown
+from ..chat.fields import Form, field_names, take_known, unsupported
 from ..chat.request import ChatCompletion
 from ..http.body import validation_error
-from ..http.errors import ApiError
 
 MAX_ITEMS = 4096
 
@@ -43,36 +42,22 @@ SAMPLING = frozenset(
 """Fields of a chat that other APIs take under the same name; most are additions of local servers."""
 
 
-class Form(BaseModel):
-    """A part of a request. Unknown fields are refused, and fields that are null take their defaults."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = data
-        if None in data.values():
-            given = {name: value for name, value in data.items() if value is not None}
-        return first_unknown(cls, given) if cls.model_config["extra"] == "forbid" else given
-
-
 class RequestForm(Form):
-    """A whole request. Fields of SAMPLING are checked when the chat is made (`sampling`)."""
+    """A whole request. Fields of SAMPLING are checked when the chat is made (`sampling`). Raises ApiError for other
+    fields of a chat, which would change the answer."""
 
     model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, data: Any) -> Any:
-        names = data if isinstance(data, dict) else {}
-        for name in sorted(names.keys() - cls.model_fields.keys() - SAMPLING):
-            if names[name] is not None:
-                message = f"Unsupported parameter: this server has no field '{name}' here."
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-        return data
+    def _take_known(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = field_names(cls) | SAMPLING
+        for name in sorted((data.keys() & field_names(ChatCompletion)) - known):
+            if data[name] is not None:
+                raise unsupported(name, f"this server has no field '{name}' here.")
+        return take_known(data, known, info)
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from ..chat.answer_format import AnswerFormat, AnswerReader, schemas_of
 from ..chat.deltas import Delta
 from ..chat.generation import Generation
 from ..chat.grammars import request_grammar
+from ..chat.ignored_fields import IgnoredFields, IgnoredNames
 from ..chat.marked import PLAIN_TEXT, MarkedReader
 from ..chat.media import MediaReader
 from ..chat.messages import Message
@@ -69,6 +70,7 @@ class ServerSettings:
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # those that a request leaves out
     pooling: Pooling | None = None  # how the model embeds texts or scores pairs; None if it generates text
     pairs: PairTemplate | None = None  # what it reads of a pair; None unless it scores pairs
+    strict_fields: bool = False  # refuse fields, tools and efforts that other servers have, which are else ignored
 
     @property
     def task(self) -> str:
@@ -85,6 +87,7 @@ class Service:
         self.started = int(time.time())
         self.metrics = Metrics(client)
         self.recent = RecentRequests()
+        self._ignored = IgnoredNames()
         self.budget = MediaBudget()
         self.memory = ServerMemory(settings.media is not None)
         processor = None if settings.media is None else settings.media.processor
@@ -98,6 +101,7 @@ class Service:
             self._encoder,
             lambda: self.context_length,
             settings.template_variables,
+            strict=settings.strict_fields,
         )
 
     @property
@@ -120,11 +124,19 @@ class Service:
             del data
             memory.drop_read()
         async with self.turn(request):
-            try:
-                body = kind.model_validate(parsed)
-            except pydantic.ValidationError as e:
-                raise validation_error(parsed, e) from e
+            return self.checked(request, kind, parsed)
+
+    def checked(self, request: Request, kind: type[Body], parsed: dict[str, Any]) -> Body:
+        """Return the body of a request, of its parsed fields. What is ignored is logged, and named in the answer's
+        header (app.py). Raises ApiError."""
+        ignored = IgnoredFields(self.settings.strict_fields)
+        try:
+            body = kind.model_validate(parsed, context=ignored)
+        except pydantic.ValidationError as e:
+            raise validation_error(parsed, e) from e
         self.check_model(getattr(body, "model", None))
+        request.state.ignored = ignored.names
+        self._ignored.log(ignored.names, request.url.path)
         return body
 
     def most_numbers(self, prompts: int) -> int:

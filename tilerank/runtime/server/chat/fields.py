@@ -1,21 +1,25 @@
-"""The fields of a request: refuses those that this server does not have, by name, and leaves out those without effect.
+"""The fields of a request: refuses those that would change the answer and that this server does not do, by name, and
+leaves out those without effect. Fields that it does not know: ignored_fields.py.
 
-The names are those of OpenAI, vLLM and SGLang. docs/requests.md lists what becomes of each.
+The names are those of OpenAI, Anthropic, vLLM and SGLang. docs/requests.md lists what becomes of each.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WrapValidator, model_validator
 
 from ..http.errors import ApiError
+from .ignored_fields import ignored_by, known_only
 
 IGNORED = frozenset(
     {
         # For the operator's records, or for the speed of other servers.
+        "client_metadata",
         "custom_labels",
         "guided_decoding_backend",
+        "inference_geo",
         "metadata",
         "prediction",
         "prompt_cache_key",
@@ -23,8 +27,14 @@ IGNORED = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        "speed",
         "store",
         "user",
+        # Bounds of what only servers with tools of their own, or with a shorter memory, do to a conversation.
+        "context_management",
+        "max_tool_calls",
+        # A hint that no model of this server was trained on.
+        "verbosity",
         # Tokenizers of this server join special tokens without spaces.
         "spaces_between_special_tokens",
     }
@@ -41,29 +51,41 @@ UNSUPPORTED: Mapping[str, tuple[str, Collection[Any]]] = {
     "bootstrap_port": (_ELSEWHERE, ()),
     "bootstrap_room": (_ELSEWHERE, ()),
     "chat_template": (_TEMPLATES, ()),
+    "container": (_ELSEWHERE, ()),
+    "conversation": ("use previous_response_id of /v1/responses", ()),
     "custom_logit_processor": ("code of requests is not run", ()),
     "custom_params": ("code of requests is not run", ()),
     "data_parallel_rank": ("the server chooses the replica", ()),
     "disagg_prefill_dp_rank": ("the server chooses the replica", ()),
+    "dry_multiplier": ("use the penalties", ()),
     "echo": ("/v1/completions has it", ()),
     "function_call": ("use tool_choice", ()),
     "functions": ("use tools", ()),
+    "grammar": ("use guided_grammar", ()),
     "guided_whitespace_pattern": (_ELSEWHERE, ()),
     "image_max_dynamic_patch": (_MEDIA, ()),
+    "input": ("/v1/responses has it", ()),
     "input_ids": ("use prompt of /v1/completions", ()),
     "kv_transfer_params": (_ELSEWHERE, ()),
     "length_penalty": ("there is no beam search", (1,)),
     "logits_processors": ("code of requests is not run", ()),
     "lora_path": (_ELSEWHERE, ()),
     "max_dynamic_patch": (_MEDIA, ()),
+    "max_output_tokens": ("use max_completion_tokens", ()),
+    "mcp_servers": (_ELSEWHERE, ()),
     "media_io_kwargs": (_MEDIA, ()),
+    "messages": ("/v1/chat/completions has it", ()),
     "min_dynamic_patch": (_MEDIA, ()),
+    "mirostat": ("use top_p or min_p", ()),
     "mm_processor_kwargs": (_MEDIA, ()),
     "modalities": ("chats have it", (["text"],)),
     "moderation": (_ELSEWHERE, ()),
+    "n_predict": ("use max_tokens", ()),
     "priority": (_SCHEDULING, ()),
+    "prompt": ("/v1/completions has it", ()),
     "prompt_embeds": ("expected text or token ids", ()),
     "prompt_logprobs": ("/v1/completions has it", ()),
+    "repeat_penalty": ("use repetition_penalty", (1,)),
     "repetition_detection": ("use the penalties", ()),
     "return_cached_tokens_details": ("usage counts cached tokens", ()),
     "return_hidden_states": (_ELSEWHERE, ()),
@@ -74,12 +96,15 @@ UNSUPPORTED: Mapping[str, tuple[str, Collection[Any]]] = {
     "stop_regex": ("use stop", ()),
     "stream_reasoning": ("use include_reasoning", (True,)),
     "suffix": ("models of this server do not fill in", ()),
+    "temperature": (_MEDIA, ()),
+    "timestamp_granularities": ("the model gives no times", ()),
+    "typical_p": ("use top_p or min_p", (1,)),
     "use_audio_in_video": (_MEDIA, ()),
     "use_beam_search": ("there is no beam search", ()),
-    "verbosity": ("the model has no such setting", ("medium",)),
     "video_max_dynamic_patch": (_MEDIA, ()),
     "vllm_xargs": (_ELSEWHERE, ()),
     "web_search_options": (_ELSEWHERE, ()),
+    "xtc_probability": ("use top_p or min_p", ()),
 }
 """Why a field is refused, and the values with which it has no effect; false, 0 and empty values have none either."""
 
@@ -100,19 +125,11 @@ FIRST_ERROR = WrapValidator(_first_error)
 """Stops the check of a dict at the first invalid entry, as ListOf does for lists."""
 
 
-def first_unknown(model: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given` with only the first of the fields that `model` does not have: it is refused for this one."""
-    known = _names(model)
-    if given.keys() <= known:
-        return given
-    unknown = next(name for name in given if name not in known)
-    return {name: value for name, value in given.items() if name in known or name == unknown}
-
-
 @cache
-def _names(model: type[BaseModel]) -> frozenset[str | None]:
+def field_names(model: type[BaseModel]) -> frozenset[str]:
     """Return the names and the aliases of the fields of a model."""
-    return frozenset(name for own, field in model.model_fields.items() for name in (own, field.alias))
+    names = (name for own, field in model.model_fields.items() for name in (own, field.alias))
+    return frozenset(name for name in names if name is not None)
 
 
 class Body(BaseModel):
@@ -121,15 +138,14 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
-class StrictBody(Body):
-    """A part of a request that has no other fields."""
-
-    model_config = ConfigDict(extra="forbid")
+class Form(Body):
+    """A part of a request whose unknown fields are noted as ignored, or refused. Fields that are null take their
+    defaults."""
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, data: Any) -> Any:
-        return first_unknown(cls, data) if isinstance(data, dict) else data
+    def _take_known(cls, data: Any, info: ValidationInfo) -> Any:
+        return known_only(without_nulls(data), field_names(cls), info) if isinstance(data, dict) else data
 
 
 class RequestBody(Body):
@@ -137,16 +153,31 @@ class RequestBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = {name: value for name, value in data.items() if value is not None}
-        for name in sorted(given.keys() - cls.model_fields.keys() - IGNORED):
-            if name not in UNSUPPORTED:
-                message = f"Unsupported parameter: this server has no field '{name}'."
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-            why, neutral = UNSUPPORTED[name]
-            if given[name] and given[name] not in neutral:
-                message = f"Unsupported parameter: '{name}' is not supported: {why}."
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-        return given
+    def _take_known(cls, data: Any, info: ValidationInfo) -> Any:
+        return take_known(data, field_names(cls), info) if isinstance(data, dict) else data
+
+
+def without_nulls(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null."""
+    return {name: value for name, value in given.items() if value is not None} if None in given.values() else given
+
+
+def take_known(data: dict[str, Any], known: frozenset[str], info: ValidationInfo) -> dict[str, Any]:
+    """Return the fields of a whole request that the server takes. Raises ApiError for one that it knows and does not
+    do, and where unknown fields are refused for the first of them."""
+    given = without_nulls(data)
+    others = given.keys() - known - IGNORED
+    for name in sorted(others & UNSUPPORTED.keys()):
+        why, neutral = UNSUPPORTED[name]
+        if given[name] and given[name] not in neutral:
+            raise unsupported(name, f"'{name}' is not supported: {why}.")
+    unknown, ignored = sorted(others - UNSUPPORTED.keys()), ignored_by(info)
+    if unknown and ignored.strict:
+        raise unsupported(unknown[0], f"this server has no field '{unknown[0]}' here.")
+    ignored.add(unknown)
+    return {name: value for name, value in given.items() if name in known}
+
+
+def unsupported(name: str, why: str) -> ApiError:
+    """Return the error for a field of a request that this server does not do."""
+    return ApiError(400, f"Unsupported parameter: {why}", param=name, code="unsupported_parameter")

@@ -1,9 +1,10 @@
 """The messages of a conversation, as requests have them."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from ..http.json_values import check_texts
 from .fields import Body, ListOf
@@ -27,13 +28,20 @@ class MediaPart(Body):
     type: str = Field(min_length=1, max_length=64)
 
 
+def refusal_as_text(part: Any, *, kind: str) -> Any:
+    """Return the refusal of an earlier answer as a part of another kind, with a text. Templates have no refusals."""
+    return {"type": kind, "text": part.get("refusal")} if isinstance(part, dict) else part
+
+
 def _part_tag(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "text" if kind == "text" else "media"
+    return kind if kind in ("text", "refusal") else "media"
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")],
+    Annotated[TextPart, Tag("text")]
+    | Annotated[TextPart, BeforeValidator(partial(refusal_as_text, kind="text")), Tag("refusal")]
+    | Annotated[MediaPart, Tag("media")],
     Discriminator(_part_tag),
 ]
 

@@ -1,9 +1,10 @@
 """Builds the prompts of requests: text and messages in, token ids and media out."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from tilerank.loader.chat.jinja import MAX_TEXT
 from tilerank.loader.chat.template import ChatTemplate, ReasoningStart
@@ -27,6 +28,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 _OTHER_TOOLS = "xml_tools"
 """The variable of tools in SmolLM3's template."""
 _EFFORT = "reasoning_effort"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 ReadMedia = Callable[[Sequence[MediaSource]], Awaitable[list[DecodedMedium]]]
 """Returns the media of a conversation, decoded. Raises MediaError, or an error of its own."""
 
@@ -44,7 +46,8 @@ class PromptBuilder:
 
     model: its name in messages. format: of the model's tool calls. processor: of pictures, videos and sound; None for a
     model that reads text only. encoder: renders and tokenises. context_length: returns the most tokens of a prompt;
-    None if they are not known yet. defaults: variables of the chat template that requests leave out.
+    None if they are not known yet. defaults: variables of the chat template that requests leave out. strict: refuse an
+    effort of reasoning that the template does not take, which is else a hint.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class PromptBuilder:
         encoder: TextEncoder,
         context_length: Callable[[], int | None],
         defaults: Mapping[str, Any],
+        *,
+        strict: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
@@ -64,6 +69,7 @@ class PromptBuilder:
         self._encoder = encoder
         self._context_length = context_length
         self._defaults = dict(defaults)
+        self._strict = strict
 
     async def from_texts(
         self, prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool = True
@@ -188,7 +194,9 @@ class PromptBuilder:
         if tools or variables or self._defaults or effort is not None or options.adds_variables:
             facts = await self._encoder.facts()
             known = facts.variables if tools is None else facts.tool_variables
-            chosen = _with_effort(_renamed_switch(variables, known), effort, known, facts.efforts, self._model)
+            chosen = _renamed_switch(variables, known)
+            if effort is not None:
+                chosen |= self._effort(effort, chosen, known, facts.efforts)
             chosen = _renamed_switch(self._defaults, known) | chosen | _option_variables(options, known, self._model)
             if tools and "tools" not in known and _OTHER_TOOLS in known:
                 chosen = {_OTHER_TOOLS: tools} | chosen
@@ -202,8 +210,47 @@ class PromptBuilder:
         }
         return Conversation(turns, chosen, described, options.add_special_tokens, self._longest_text())
 
+    def _effort(
+        self, effort: ReasoningEffort, variables: Mapping[str, Any], known: frozenset[str], efforts: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the variables that stand for an effort of reasoning. "none" turns reasoning off where there is a
+        switch.
+
+        efforts: those that the template takes, of which the nearest is used; none for any. Raises ApiError if
+        `variables` say something else.
+        """
+        switch = next((name for name in _SWITCHES if name in known), None)
+        chosen: dict[str, Any] = {}
+        if effort == "none" and switch is not None:
+            chosen = {switch: False}
+        elif self._strict and (_EFFORT not in known or (efforts and effort not in efforts)):
+            raise self._no_effort(effort, efforts, switch is not None)
+        elif _EFFORT in known:
+            chosen = {_EFFORT: _nearest_effort(effort, efforts)}
+        for name, value in chosen.items():
+            if variables.get(name, value) != value:
+                raise ApiError(
+                    400,
+                    f"{_EFFORT}: '{effort}' contradicts {name} {variables[name]!r} of chat_template_kwargs",
+                    param=_EFFORT,
+                )
+        return chosen
+
+    def _no_effort(self, effort: ReasoningEffort, efforts: Sequence[str], has_switch: bool) -> ApiError:
+        taken = f"takes {', '.join(efforts)}, found '{effort}'" if efforts else "takes no effort of reasoning"
+        allowed = f"; it can only turn it off: expected 'none', found '{effort}'" if has_switch else ""
+        message = f"{_EFFORT}: the chat template of {self._model} {taken}{allowed}"
+        return ApiError(400, message, param=_EFFORT, code="unsupported_parameter")
+
     async def _known_turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Return the messages in roles that the template has, with tool calls as text for one that has none."""
+        """Return the messages in roles that the template has, with tool calls as text for one that has none. Raises
+        ApiError for a role that it does not have."""
+        for i, role in enumerate(message["role"] for message in messages):
+            if role not in _ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self._template().source):
+                expected = f"{', '.join(_ROLES)}, or another one of the chat template of {self._model}"
+                raise ApiError(
+                    400, f"messages.{i}.role: expected {expected}, found {role!r}", param=f"messages.{i}.role"
+                )
         if any(message["role"] == "developer" for message in messages) and "developer" not in self._template().source:
             messages = [_in_role(message, "system" if message["role"] == "developer" else None) for message in messages]
         has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
@@ -270,42 +317,10 @@ def _renamed_switch(variables: dict[str, Any], known: frozenset[str]) -> dict[st
     return variables
 
 
-def _with_effort(
-    variables: dict[str, Any],
-    effort: ReasoningEffort | None,
-    known: frozenset[str],
-    efforts: Sequence[str],
-    model: str,
-) -> dict[str, Any]:
-    """Return the variables with that of `reasoning_effort`. "none" turns reasoning off where there is a switch.
-
-    efforts: those that the template takes; none for any.
-    """
-    if effort is None:
-        return variables
-    switch = next((name for name in _SWITCHES if name in known), None)
-    chosen: dict[str, Any]
-    if effort == "none" and switch is not None:
-        chosen = {switch: False}
-    elif _EFFORT in known and (not efforts or effort in efforts):
-        chosen = {_EFFORT: effort}
-    else:
-        taken = f"takes {', '.join(efforts)}, found '{effort}'" if efforts else "takes no effort of reasoning"
-        allowed = f"; it can only turn it off: expected 'none', found '{effort}'" if switch is not None else ""
-        raise ApiError(
-            400,
-            f"{_EFFORT}: the chat template of {model} {taken}{allowed}",
-            param=_EFFORT,
-            code="unsupported_parameter",
-        )
-    for name, value in chosen.items():
-        if variables.get(name, value) != value:
-            raise ApiError(
-                400,
-                f"{_EFFORT}: '{effort}' contradicts {name} {variables[name]!r} of chat_template_kwargs",
-                param=_EFFORT,
-            )
-    return variables | chosen
+def _nearest_effort(effort: ReasoningEffort, efforts: Sequence[str]) -> str:
+    """Return the effort that a template takes and that is nearest to a wanted one; the wanted one if it takes any."""
+    order = get_args(ReasoningEffort)
+    return min(efforts, key=lambda one: abs(order.index(one) - order.index(effort)), default=effort)
 
 
 def _with_digests(processor: Processor, ids: list[int], frames: list[DecodedMedium]) -> Prompt:

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from ...protocol.params import SpeechParams
 from ..http.errors import ApiError
-from .fields import FIRST_ERROR, Body, ListOf, StrictBody
+from .fields import FIRST_ERROR, Body, Form, ListOf
 from .messages import Id, Message, Name, check_arguments
 from .structured import Structured
 
@@ -29,7 +29,7 @@ TruncatedTokens = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_no
 """The most tokens that are left of a prompt, or -1 for as many as the context has room for."""
 
 
-class StreamOptions(StrictBody):
+class StreamOptions(Form):
     """include_usage: a last chunk counts the tokens. continuous_usage_stats: every chunk does."""
 
     include_usage: bool = False
@@ -262,7 +262,7 @@ class TemplateRequest(NamedTuple):
     options: TemplateOptions
 
 
-class MediaSettings(StrictBody):
+class MediaSettings(Form):
     """vLLM's settings of the processor of media."""
 
     use_audio_in_video: bool = False

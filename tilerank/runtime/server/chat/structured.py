@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ..http.json_values import check_texts
-from .fields import Body, ListOf, RequestBody, StrictBody
+from .fields import Body, Form, ListOf, RequestBody
 
 Schema = dict[str, Any]
 
@@ -38,7 +38,7 @@ class JsonSchema(Body):
     definition: Schema = Field(alias="schema")
 
 
-class Structure(StrictBody):
+class Structure(Form):
     """Text that begins with `begin`, then follows a JSON schema, then ends with `end`."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -47,7 +47,7 @@ class Structure(StrictBody):
     end: str = Field("", max_length=1024)
 
 
-class StructuralTag(StrictBody):
+class StructuralTag(Form):
     """Free text in which `structures` may occur: wherever a trigger is written, one of them must follow."""
 
     type: Literal["structural_tag"] = "structural_tag"
@@ -108,7 +108,7 @@ class ResponseFormat(Body):
         return Constraint({"type": "object"} if self.json_schema is None else self.json_schema.definition)
 
 
-class StructuredOutputs(StrictBody):
+class StructuredOutputs(Form):
     """vLLM's field. Its last two fields have no effect: objects are closed, and there is one engine of grammars."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -120,11 +120,6 @@ class StructuredOutputs(StrictBody):
     structural_tag: Annotated[StructuralTag, _FROM_TEXT] | None = None
     disable_additional_properties: bool = False
     disable_fallback: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class Structured(RequestBody):

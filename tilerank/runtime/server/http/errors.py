@@ -5,6 +5,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 RETRY_AFTER_S = 5
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(RETRY_AFTER_S)}}
 
 
 class ApiError(Exception):
@@ -23,6 +24,5 @@ class ApiError(Exception):
 
 
 def error_response(error: ApiError, body: dict[str, Any] | None = None) -> Response:
-    """Return the HTTP response for an error. body: by default OpenAI's. Status 503 gets a Retry-After header."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else {}
-    return JSONResponse(body or error.body(), error.status, headers)
+    """Return the HTTP response for an error. body: by default OpenAI's. Two statuses have a header of their own."""
+    return JSONResponse(body or error.body(), error.status, _HEADERS.get(error.status))

@@ -1,11 +1,10 @@
 """OpenAI's /v1/audio/transcriptions: a form with a file of sound, which becomes a chat about it."""
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import pydantic
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,7 +13,7 @@ from ...chat.deltas import Delta
 from ...chat.fields import RequestBody
 from ...chat.generation import Generation
 from ...chat.request import ChatCompletion
-from ...http.body import MAX_FORM, validation_error
+from ...http.body import MAX_FORM
 from ...http.errors import ApiError
 from ...http.form import read_form
 from ..answer import Answer, Json, ServerSentEvent
@@ -87,8 +86,8 @@ def _instruction(language: str | None) -> str:
     return _CHINESE if language == "zh" else f"Transcribe the {LANGUAGES[language]} audio into text."
 
 
-def transcription_request(fields: Iterable[tuple[str, str | bytes]]) -> TranscriptionRequest:
-    """Return the request that a form makes. Empty texts are as if they were missing. Raises ApiError."""
+def transcription_fields(fields: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
+    """Return the fields of the request that a form makes. Empty texts are as if they were missing. Raises ApiError."""
     given: dict[str, Any] = {}
     for field, value in fields:
         name = field.removesuffix("[]")  # with which clients send lists
@@ -98,14 +97,7 @@ def transcription_request(fields: Iterable[tuple[str, str | bytes]]) -> Transcri
             given[name] = value
     if isinstance(given.get("file"), str):
         raise ApiError(400, "file: expected a file, found text", param="file")
-    return _validated(given)
-
-
-def _validated(given: Mapping[str, Any]) -> TranscriptionRequest:
-    try:
-        return TranscriptionRequest.model_validate(given)
-    except pydantic.ValidationError as e:
-        raise validation_error(given, e) from e
+    return given
 
 
 class TranscriptionAnswer(Answer):
@@ -152,10 +144,10 @@ class TranscriptionEndpoints:
         media = service.settings.media
         if media is None or "audio" not in media.processor.kinds:
             raise ApiError(400, f"{model} takes no sound, so it cannot transcribe any.", code="unsupported_endpoint")
-        body = transcription_request(await read_form(request, MAX_FORM))
-        service.check_model(body.model)
+        given = transcription_fields(await read_form(request, MAX_FORM))
+        body = service.checked(request, TranscriptionRequest, given)
         chat, as_text = body.chat(), body.response_format == "text"
-        del body  # a file takes much memory
+        del body, given  # a file takes much memory
 
         try:
             new_generation = partial(service.generation, chat)

@@ -1,14 +1,16 @@
 """The request of Anthropic's /v1/messages and /v1/messages/count_tokens, and its translation into a chat."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from ...chat.fields import ListOf
+from ...chat.fields import Form, ListOf
+from ...chat.ignored_fields import without_tools
 from ...chat.request import MAX_TOKENS, ChatCompletion, ReasoningEffort, StopString, TemplateVariables
-from ..form import MAX_ITEMS, Form, RequestForm, as_chat
+from ..form import MAX_ITEMS, RequestForm, as_chat
 
 Json = dict[str, Any]
 _Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -26,9 +28,11 @@ class Block(Form):
 
 
 class TextBlock(Block):
+    """citations: of earlier answers; none of them reaches the model."""
+
     type: Literal["text"]
     text: str
-    citations: None = None
+    citations: Any = None
 
 
 class ImageSource(Form):
@@ -56,6 +60,18 @@ class ImageBlock(Block):
     source: ImageSource
 
 
+class ToolReferenceBlock(Block):
+    """A tool that a search of the client has found. All tools of a request are there from the beginning."""
+
+    type: Literal["tool_reference"]
+    tool_name: str = Field(min_length=1, max_length=128)
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return f"The tool {self.tool_name} is available."
+
+
 class ToolUseBlock(Block):
     """A call of an earlier answer."""
 
@@ -71,7 +87,7 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: _Id
-    content: str | ListOf[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
+    content: str | ListOf[Annotated[TextBlock | ImageBlock | ToolReferenceBlock, Field(discriminator="type")]] = ""
     is_error: bool = False
 
 
@@ -83,7 +99,14 @@ class ThinkingBlock(Form):
     signature: str = ""
 
 
-_BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
+class RedactedThinkingBlock(Form):
+    """Reasoning that only the server which wrote it can read. The model does not see it."""
+
+    type: Literal["redacted_thinking"]
+    data: str = ""
+
+
+_BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def _block_tag(block: Any) -> str | None:
@@ -96,7 +119,8 @@ ContentBlock = Annotated[
     | Annotated[ImageBlock, Tag("image")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[ThinkingBlock, Tag("thinking")],
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")],
     Discriminator(
         _block_tag, custom_error_type="block", custom_error_message=f"expected a block of type {', '.join(_BLOCKS)}"
     ),
@@ -114,7 +138,7 @@ class InputMessage(Form):
 
 
 class CustomTool(Block):
-    """A tool of the client."""
+    """A tool of the client. defer_loading: a hint; the model sees every tool from the beginning."""
 
     type: Literal["custom"] = "custom"
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
@@ -122,12 +146,23 @@ class CustomTool(Block):
     input_schema: dict[str, Any]
     strict: bool | None = None
     eager_input_streaming: bool | None = None
+    defer_loading: bool = False
+    allowed_callers: Any = None
+    input_examples: Any = None
 
     def for_chat(self) -> Json:
         """Return the tool of a chat."""
         fields = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         given = {name: value for name, value in (fields | {"strict": self.strict}).items() if value is not None}
         return {"type": "function", "function": given}
+
+
+_SERVER_TOOLS = re.compile(r"(?!custom$|function$|(bash|text_editor|computer|memory)_).*")
+"""Types of tools that the server of Anthropic runs. Those named here are tools of the client."""
+
+
+def _own_tools(tools: Any, info: ValidationInfo) -> Any:
+    return without_tools(tools, _SERVER_TOOLS, info)
 
 
 class ToolChoice(Form):
@@ -153,12 +188,13 @@ class ToolChoice(Form):
 class ThinkingConfig(Form):
     """Turns reasoning on or off, where the chat template has a switch. adaptive: the template's default.
 
-    budget_tokens: a hint. max_tokens bounds reasoning and answer together.
+    budget_tokens: a hint. max_tokens bounds reasoning and answer together. display: "omitted" leaves it
+    out of the answer.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] = "summarized"
 
 
 class OutputFormat(Form):
@@ -181,7 +217,7 @@ class CountTokensRequest(RequestForm):
     model: str | None = Field(None, max_length=1024)
     messages: ListOf[InputMessage] = Field(min_length=1, max_length=MAX_ITEMS)
     system: str | ListOf[TextBlock] = ""
-    tools: ListOf[CustomTool] = Field([], max_length=128)
+    tools: Annotated[ListOf[CustomTool], BeforeValidator(_own_tools)] = Field([], max_length=128)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
@@ -200,7 +236,7 @@ class CountTokensRequest(RequestForm):
             variables["enable_thinking"] = self.thinking.type == "enabled"
         turns = _messages(self.system, self.messages)
         schema = None if output is None else {"name": "answer", "schema": output.definition}
-        continued = turns[-1]["role"] == "assistant"
+        continued = bool(turns) and turns[-1]["role"] == "assistant"
         return self.sampling | {
             "model": self.model,
             "messages": turns,
@@ -210,6 +246,7 @@ class CountTokensRequest(RequestForm):
             "response_format": None if schema is None else {"type": "json_schema", "json_schema": schema},
             "reasoning_effort": self.output_config.effort,
             "chat_template_kwargs": variables,
+            "include_reasoning": self.thinking is None or self.thinking.display != "omitted",
             "continue_final_message": True if continued else None,
             "add_generation_prompt": False if continued else None,
         }
@@ -231,19 +268,29 @@ class MessageRequest(CountTokensRequest):
 
 
 def _messages(system: str | list[TextBlock], messages: Sequence[InputMessage]) -> list[Json]:
-    """Return the messages of a chat. Results of tools are messages of their own, before the text beside them."""
-    prompt = system if isinstance(system, str) else "\n\n".join(block.text for block in system)
-    turns: list[Json] = [{"role": "system", "content": prompt}] if prompt else []
-    for message in messages:
+    """Return the messages of a chat. Results of tools are messages of their own, before the text beside them.
+
+    Most chat templates take a system prompt at the beginning alone, so that a later one is text of the user's turn.
+    """
+    prompt = [system] if isinstance(system, str) and system else [block.text for block in system or ()]
+    begin = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
+    prompt += [block.text for message in messages[:begin] for block in message.blocks if isinstance(block, TextBlock)]
+    turns: list[Json] = [{"role": "system", "content": "\n\n".join(prompt)}] if prompt else []
+    users: list[TextBlock | ImageBlock] = []
+    for message in messages[begin:]:
         if message.role == "assistant":
+            turns += _user_turn(users)
+            users = []
             turns.append(_assistant_turn(message.blocks))
             continue
         results = [block for block in message.blocks if isinstance(block, ToolResultBlock)]
         turns += [{"role": "tool", "tool_call_id": one.tool_use_id, "content": _result(one)} for one in results]
-        rest = [block for block in message.blocks if isinstance(block, TextBlock | ImageBlock)]
-        if rest or not results:
-            turns.append({"role": message.role, "content": _chat_content(rest)})
-    return turns
+        users += [block for block in message.blocks if isinstance(block, TextBlock | ImageBlock)]
+    return turns + _user_turn(users)
+
+
+def _user_turn(blocks: Sequence[TextBlock | ImageBlock]) -> list[Json]:
+    return [{"role": "user", "content": _chat_content(blocks)}] if blocks else []
 
 
 def _assistant_turn(blocks: Sequence[ContentBlock]) -> Json:
@@ -265,13 +312,13 @@ def _result(block: ToolResultBlock) -> str | list[Json]:
     return f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error:"}, *content]
 
 
-def _chat_content(blocks: Sequence[TextBlock | ImageBlock]) -> str | list[Json]:
+def _chat_content(blocks: Sequence[TextBlock | ImageBlock | ToolReferenceBlock]) -> str | list[Json]:
     """Return the content in the form of a chat: a string if it is one text."""
-    if len(blocks) == 1 and isinstance(blocks[0], TextBlock):
+    if len(blocks) == 1 and not isinstance(blocks[0], ImageBlock):
         return blocks[0].text
     return [
-        {"type": "text", "text": block.text}
-        if isinstance(block, TextBlock)
-        else {"type": "image_url", "image_url": {"url": block.source.address}}
+        {"type": "image_url", "image_url": {"url": block.source.address}}
+        if isinstance(block, ImageBlock)
+        else {"type": "text", "text": block.text}
         for block in blocks
     ]

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...chat.fields import ListOf, RequestBody, StrictBody
+from ...chat.fields import Form, ListOf, RequestBody
 from ...chat.request import TruncatedTokens
 from ...http.errors import ApiError
 from ..service import Service
@@ -30,7 +30,7 @@ class _Scoring(RequestBody):
     use_activation: bool = True
 
 
-class Document(StrictBody):
+class Document(Form):
     """A document as an object."""
 
     text: Text

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...chat.deltas import Delta, Usage
@@ -11,6 +11,7 @@ from ...chat.logprobs import TokenText, token_entries
 from ...chat.tools.calls import MoreArguments, ToolCall
 from ...http.errors import ApiError
 from ..answer import Answer, Json, ServerSentEvent, as_json
+from .tools import CalledTool, custom_input
 
 
 class _Kind(NamedTuple):
@@ -53,20 +54,29 @@ class _Open(NamedTuple):
 
 
 class _OpenCall(NamedTuple):
-    """The call that is being written. item: as it begins. texts: of its arguments."""
+    """The call that is being written. item: as it begins. texts: of its arguments. Those of a custom
+    tool are sent at the end, because its text is a string in them."""
 
     item: Json
     texts: list[str]
+    is_custom: bool
 
 
 class ResponseAnswer(Answer):
     """A response with one output item for the reasoning, each piece of text and each call.
 
-    about: fields of the response that repeat the request. summary: is the reasoning sent as a summary? on_end: gets the
-    complete response.
+    about: fields of the response that repeat the request. tools: by the names of their functions. summary: is the
+    reasoning sent as a summary? on_end: gets the complete response.
     """
 
-    def __init__(self, generation: Generation, about: Json, summary: bool, on_end: Callable[[Json], None]) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        about: Json,
+        tools: Mapping[str, CalledTool],
+        summary: bool,
+        on_end: Callable[[Json], None],
+    ) -> None:
         super().__init__(generation, "resp_")
         self.response: Json = {
             "id": self.id,
@@ -81,6 +91,7 @@ class ResponseAnswer(Answer):
             "output": [],
             "usage": None,
         }
+        self._tools = tools
         self._top = generation.body.alternatives
         self._token_text = TokenText(generation.tokenizer)
         self._reasoning = _SUMMARY if summary else _REASONING
@@ -171,32 +182,40 @@ class ResponseAnswer(Answer):
 
     def _begin_call(self, call: ToolCall) -> list[ServerSentEvent]:
         self._logprobs = []
-        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
-        item |= {"arguments": "", "call_id": call.id, "name": call.name}
-        self._open_call = _OpenCall(item, [])
-        events = [self._item_event("added", item)]
+        tool = self._tools[call.name]
+        kind, prefix, field = "function_call", "fc_", "arguments"
+        if tool.is_custom:
+            kind, prefix, field = "custom_tool_call", "ctc_", "input"
+        item = {"id": f"{prefix}{secrets.token_hex(12)}", "type": kind, "status": "in_progress", field: ""}
+        self._open_call = _OpenCall(item | {"call_id": call.id} | tool.fields, [], tool.is_custom)
+        events = [self._item_event("added", self._open_call.item)]
         return events + (self._append_arguments(call.arguments) if call.arguments else [])
 
     def _append_arguments(self, text: str) -> list[ServerSentEvent]:
         assert self._open_call is not None
         self._logprobs = []
         self._open_call.texts.append(text)
-        return [self._call_event("delta", self._open_call, {"delta": text})]
+        return [] if self._open_call.is_custom else [self._call_event("delta", self._open_call, {"delta": text})]
 
     def _end_call(self, opened: _OpenCall, status: str) -> list[ServerSentEvent]:
-        arguments = "".join(opened.texts)
-        item = opened.item | {"status": status, "arguments": arguments}
-        events = [
-            self._call_event("done", opened, {"arguments": arguments, "name": item["name"]}),
-            self._item_event("done", item),
-        ]
+        text, events = "".join(opened.texts), []
+        if opened.is_custom:
+            text = custom_input(text)
+            written = {"input": text}
+            events.append(self._call_event("delta", opened, {"delta": text}))
+        else:
+            written = {"arguments": text}
+        item = opened.item | {"status": status} | written
+        named = {} if opened.is_custom else {"name": item["name"]}
+        events += [self._call_event("done", opened, written | named), self._item_event("done", item)]
         self._open_call = None
         self.response["output"].append(item)
         return events
 
     def _call_event(self, what: str, opened: _OpenCall, fields: Json) -> ServerSentEvent:
         where = {"item_id": opened.item["id"], "output_index": len(self.response["output"])}
-        return self._event(f"response.function_call_arguments.{what}", where | fields)
+        kind = "custom_tool_call_input" if opened.is_custom else "function_call_arguments"
+        return self._event(f"response.{kind}.{what}", where | fields)
 
     def _lifecycle(self, name: str) -> ServerSentEvent:
         return self._event(name, {"response": self.response})

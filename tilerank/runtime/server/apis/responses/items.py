@@ -1,16 +1,20 @@
 """The items of OpenAI's /v1/responses, and their translation into the messages of a chat."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
-from ...chat.fields import ListOf
-from ..form import MAX_ITEMS, Form
+from ...chat.fields import Form, ListOf
+from ...chat.messages import refusal_as_text
+from ..answer import Json
+from ..form import MAX_ITEMS
+from .tools import custom_arguments, function_name
 
 _Id = Annotated[str, Field(min_length=1, max_length=256)]
+_Name = Annotated[str, Field(min_length=1, max_length=128)]
 _Status = Literal["in_progress", "completed", "incomplete"]
-Json = dict[str, Any]
 
 
 class TextItemPart(Form):
@@ -38,15 +42,17 @@ def _part_tag(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
     if kind == "input_image":
         return "image"
-    return "text" if kind in ("input_text", "output_text") else None
+    return kind if kind == "refusal" else "text" if kind in ("input_text", "output_text") else None
 
 
 Part = Annotated[
-    Annotated[TextItemPart, Tag("text")] | Annotated[ImageItemPart, Tag("image")],
+    Annotated[TextItemPart, Tag("text")]
+    | Annotated[TextItemPart, BeforeValidator(partial(refusal_as_text, kind="output_text")), Tag("refusal")]
+    | Annotated[ImageItemPart, Tag("image")],
     Discriminator(
         _part_tag,
         custom_error_type="part",
-        custom_error_message="expected a part of type input_text, output_text or input_image",
+        custom_error_message="expected a part of type input_text, output_text, refusal or input_image",
     ),
 ]
 Content = str | Annotated[ListOf[Part], Field(max_length=1 << 16)]
@@ -64,12 +70,13 @@ class MessageItem(Form):
 
 
 class ReasoningItem(Form):
-    """The reasoning of an earlier answer. The encrypted reasoning of other servers cannot be read here."""
+    """The reasoning of an earlier answer. No prompt has the encrypted reasoning of other servers."""
 
     type: Literal["reasoning"]
     id: _Id | None = None
     summary: ListOf[TextItemPart] = Field([], max_length=1 << 10)
     content: ListOf[TextItemPart] = Field([], max_length=1 << 10)
+    encrypted_content: Any = Field(None, exclude=True)
     status: _Status | None = None
 
 
@@ -79,15 +86,28 @@ class CallItem(Form):
     type: Literal["function_call"]
     id: _Id | None = None
     call_id: _Id
-    name: str = Field(min_length=1, max_length=128)
+    name: _Name
+    namespace: _Name | None = None
     arguments: str = ""
     status: _Status | None = None
 
 
-class CallOutputItem(Form):
-    """The result of a function call."""
+class CustomCallItem(Form):
+    """A call of a custom tool in an earlier answer. input: its text."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    id: _Id | None = None
+    call_id: _Id
+    name: _Name
+    namespace: _Name | None = None
+    input: str
+    status: _Status | None = None
+
+
+class CallOutputItem(Form):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     id: _Id | None = None
     call_id: _Id
     output: Content
@@ -101,7 +121,15 @@ class ReferenceItem(Form):
     id: _Id
 
 
-_TYPES = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
+_TYPES = (
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "item_reference",
+)
 
 
 def _item_tag(item: Any) -> str | None:
@@ -118,6 +146,8 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReferenceItem, Tag("item_reference")],
     Discriminator(
         _item_tag, custom_error_type="item", custom_error_message=f"expected an item of type {', '.join(_TYPES)}"
@@ -143,9 +173,10 @@ def messages(instructions: str | None, items: Iterable[Item]) -> list[Json]:
             case ReasoningItem():
                 turn = _assistant_turn(turns, after=())
                 turn["reasoning_content"] = "\n".join(part.text for part in item.content or item.summary)
-            case CallItem():
+            case CallItem() | CustomCallItem():
                 turn = _assistant_turn(turns, after=("reasoning_content", "content", "tool_calls"))
-                function = {"name": item.name, "arguments": item.arguments}
+                arguments = item.arguments if isinstance(item, CallItem) else custom_arguments(item.input)
+                function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
                 turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
             case CallOutputItem():
                 turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)})

@@ -16,6 +16,7 @@ from ..answer import Answer, Json, json_response
 from ..service import Service
 from .answer import ResponseAnswer
 from .body import ResponseRequest
+from .input_items import ItemPage
 from .items import Item, MessageItem, ReferenceItem
 from .store import (
     MAX_MEDIA_BYTES,
@@ -23,6 +24,7 @@ from .store import (
     KeptItems,
     ResponseStore,
 )
+from .tools import called_tools, repeated
 
 _REPEATED = {
     "instructions",
@@ -66,7 +68,8 @@ class ResponseEndpoints:
             kept = (*before, KeptItems.of(items)) if body.store else None
             chat = body.chat([*(item for one in before for item in one.parsed()), *items])
         async with service.turn(request):
-            about, summary = self._about(body), body.reasoning.summary is not None
+            about, tools = self._about(body), called_tools(body.tools)
+            summary = body.reasoning.summary is not None
         del body, items, earlier, before, references  # they take much memory
 
         def on_end(response: Json) -> None:
@@ -74,7 +77,7 @@ class ResponseEndpoints:
                 self._store.put(response, kept)
 
         def new_answer(generation: Generation) -> Answer:
-            answer = ResponseAnswer(generation, about, summary, on_end)
+            answer = ResponseAnswer(generation, about, tools, summary, on_end)
             self._running[answer.id] = answer
             return answer
 
@@ -106,6 +109,17 @@ class ResponseEndpoints:
         running = self._find_running(id)
         running.cancel()
         return json_response(running.response | {"status": "cancelled"})
+
+    async def input_items(self, request: Request) -> Response:
+        """GET /v1/responses/{id}/input_items. Lists the items of the conversation before a stored response."""
+        page = ItemPage.of(request.query_params)
+        id = request.path_params["id"]
+        stored = self._store.get(id)
+        if stored is None:
+            raise self._gone(id, 404, None)
+        await request_memory(request).hold(sum(kept.parsed_bytes for kept in stored.before))
+        async with self._service.turn(request):
+            return json_response(page.of_items([item for kept in stored.before for item in kept.parsed()]))
 
     def _find_running(self, id: str) -> ResponseAnswer:
         running = self._running.get(id)
@@ -164,7 +178,7 @@ class ResponseEndpoints:
         """Return the fields of the response that repeat the request, with the values that were used."""
         sampling, given = self._service.settings.sampling, body.sampling
         about = body.model_dump(include=_REPEATED)
-        about["tools"] = [{"description": None, "parameters": None, "strict": None} | tool for tool in about["tools"]]
+        about["tools"] = [repeated(tool) for tool in body.tools]
         return about | {
             "model": self._service.settings.model,
             "max_tool_calls": None,
