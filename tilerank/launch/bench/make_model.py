@@ -18,7 +18,8 @@ _TEXT_LAYERS = "num_hidden_layers"
 _DENSE_LAYERS = "first_k_dense_replace"
 _CROSSING = "cross_attention_layers"
 _TAKEN = "intermediate_layers_indices"
-_EXPERTS = ("n_routed_experts", "num_experts")
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_KINDS = "layer_types"
 _TOKENS_OF_FIELDS = {
     "audio_end_token_id": "<|audio_end|>",
     "audio_start_token_id": "<|audio_start|>",
@@ -86,6 +87,8 @@ def _set_layers(config: dict[str, Any], args: argparse.Namespace) -> None:
         if _DENSE_LAYERS in text:
             text[_DENSE_LAYERS] = min(text[_DENSE_LAYERS], args.layers // 2)  # some layers keep their mixture
         text[_TEXT_LAYERS] = args.layers
+    if _KINDS in text:
+        text[_KINDS] = text[_KINDS][: text[_TEXT_LAYERS]]
     if _CROSSING in text:  # the last layer is self-attention
         text[_CROSSING] = [layer for layer in text[_CROSSING] if layer < text[_TEXT_LAYERS] - 1]
     if args.vision_layers is not None:
