@@ -41,8 +41,8 @@ class DeltaProjection(StackedLinear):
     `held`. Key heads are dealt out as evenly as possible, or padded with zero heads to equal parts if that is asked
     for; with fewer key heads than ranks the last ranks may have none. head_multiple: as in QKVParallelLinear. channels:
     the rows of this rank in a tensor with a row for each column of qkv, in the order of its columns. values: this
-    rank's value heads. grouped: the checkpoint has in_proj_qkvz and in_proj_ba instead, whose rows are grouped by key
-    heads (Qwen3-Next).
+    rank's value heads. grouped: of the projections in_proj_qkvz and in_proj_ba of Qwen3-Next, whose rows are grouped by
+    key heads, those that the checkpoint has instead ("qkvz", "ba").
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DeltaProjection(StackedLinear):
         sharding: Sharding,
         *,
         head_multiple: int | None = None,
-        grouped: bool = False,
+        grouped: tuple[str, ...] = (),
     ) -> None:
         self.cut = sharding.cut(heads.key_heads, (head_multiple or sharding.size) // sharding.size)
         keys = self.cut.spans[sharding.rank]
@@ -66,18 +66,22 @@ class DeltaProjection(StackedLinear):
             Rows(total, keys_width, key_rows),
             Rows(total, 2 * keys_width, value_rows),
         ]
-        parts: dict[str, Sequence[list[Rows]]]
-        if grouped:
-            r = heads.value_heads // heads.key_heads
+        parts = dict[str, Sequence[list[Rows]]]()
+        r = heads.value_heads // heads.key_heads
+        if "qkvz" in grouped:
             q, k, v, z = _grouped_rows(
                 self.cut, sharding.rank, (heads.key_dim, heads.key_dim, r * heads.value_dim, r * heads.value_dim)
             )
-            b, a = _grouped_rows(self.cut, sharding.rank, (r, r))
-            parts = {"qkvz": ([*q, *k, *v], z), "ba": (b, a)}
+            parts["qkvz"] = [*q, *k, *v], z
         else:
             z = [Rows(heads.value_heads * heads.value_dim, 0, value_rows)]
+            parts |= {"qkv": (self.channels,), "z": (z,)}
+        if "ba" in grouped:
+            b, a = _grouped_rows(self.cut, sharding.rank, (r, r))
+            parts["ba"] = b, a
+        else:
             gates = [Rows(heads.value_heads, 0, values)]
-            parts = {"qkv": (self.channels,), "z": (z,), "b": (gates,), "a": (gates,)}
+            parts |= {"b": (gates,), "a": (gates,)}
         projections = [
             (_gate_projection if part in _GATES else _projection)(f"{name}.in_proj_{part}", rows, sharding)
             for part, several in parts.items()

@@ -38,7 +38,7 @@ class GatedDeltaNet(Mixer[StateSlots]):
         eps: float,
         sharding: Sharding,
         *,
-        grouped: bool = False,
+        grouped: tuple[str, ...] = (),
     ) -> None:
         multiple = head_multiple(heads.key_dim, sharding)
         self.projection = DeltaProjection(name, hidden, heads, sharding, head_multiple=multiple, grouped=grouped)

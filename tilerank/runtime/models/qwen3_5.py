@@ -9,8 +9,8 @@ nets. The mixture adds a shared expert:
 
 and always scales the weights of the chosen experts to a sum of one. The head for several tokens (`mtp.*`) is not used.
 
-Qwen3-Next stores experts one by one, and the projections of delta nets grouped by key heads. It scales the weights of
-experts only with `norm_topk_prob`.
+Qwen3-Next stores experts one by one, and the projections of delta nets grouped by key heads, all or some of them. It
+scales the weights of experts only with `norm_topk_prob`.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,8 @@ def qwen3_next(card: ModelCard, sharding: Sharding) -> Decoder:
     c = _text_config(card, dense=True)
     experts = read_experts_config(card.fields, c.num_layers)
     shared_width = card.fields.integer("shared_expert_intermediate_size", 1, MAX_WIDTH)
-    return _decoder(card, c, sharding, sparse_mlps(c, experts, sharding, shared_width=shared_width), grouped=True)
+    mlps = sparse_mlps(c, experts, sharding, shared_width=shared_width)
+    return _decoder(card, c, sharding, mlps, grouped=_grouped_projections(card))
 
 
 def _text_config(card: ModelCard, *, dense: bool) -> TextConfig:
@@ -84,7 +85,7 @@ def _decoder(
     sharding: Sharding,
     mlp: Callable[[str, int], FeedForward],
     *,
-    grouped: bool = False,
+    grouped: tuple[str, ...] = (),
 ) -> Decoder:
     """mlp: makes those of a layer. grouped: as in GatedDeltaNet."""
     text = card.text
@@ -139,6 +140,13 @@ def _refuse_unsupported(c: Fields) -> None:
     for key, supported in (("output_gate_type", "swish"), ("mamba_ssm_dtype", "float32")):
         if c.has(key) and c.text(key) != supported:
             raise c.fail(key, repr(supported))
+
+
+def _grouped_projections(card: ModelCard) -> tuple[str, ...]:
+    """Return which projections of Qwen3-Next have rows grouped by key heads: all but those that GGUF files sort."""
+    names = stored_tensors(card.fields.path.parent) or ()
+    is_sorted = any(".in_proj_qkv." in name for name in names)
+    return ("ba",) if is_sorted else ("qkvz", "ba")
 
 
 def _prefix(card: ModelCard) -> str:
