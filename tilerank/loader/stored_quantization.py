@@ -13,12 +13,14 @@ The experts of a layer are if their weights X have X_blocks U8 and X_scales (mxf
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 
 from .errors import ConfigError
 from .fields import Fields
 from .files import is_listed, read_json_object
+from .gguf.file import open_gguf
+from .gguf.names import NamedTensor, named_tensors
 from .headers import StoredTensor, stored_tensors
 from .quantization_config import MXFP4, Layout, QuantizationConfig, Scheme
 from .quantization_readers import read_hf_quant_config, read_quantization
@@ -29,6 +31,7 @@ _FLOATS = ("BF16", "F16", "F32", "F64")
 _LAYOUTS: dict[str, Layout] = {"I8": "int8", "F8_E4M3": "fp8"}
 _CODED = (*_LAYOUTS, *_FLOATS)
 _SCALES = ("weight_scale", "weight_scale_inv")
+_GGUF_UNIT = 32  # columns of the smallest block of any type
 _BLOCK = (128, 128)  # what every published checkpoint has
 _EXPERTS = {"gate_up_proj_blocks": ("gate_proj", "up_proj"), "down_proj_blocks": ("down_proj",)}
 """Tensors of the codes of all experts of a layer, and the projections of each expert that they hold."""
@@ -48,7 +51,7 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
     if all(tensor.dtype in _FLOATS for tensor in tensors.values()):
         return None
     if model_dir.is_file():
-        return _of_gguf(tensors)
+        return _of_gguf(named_tensors(open_gguf(model_dir)))
     if experts := _expert_modules(tensors):
         method = None if config is None else str(config.values.get("quant_method"))
         says_so = method == MXFP4.layout
@@ -90,14 +93,22 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
     )
 
 
-def _of_gguf(tensors: Mapping[str, StoredTensor]) -> QuantizationConfig:
-    """Return the types of the blocks of a GGUF file's weights; the main one is that of most values."""
+def _of_gguf(tensors: Mapping[str, NamedTensor]) -> QuantizationConfig:
+    """Return the types of the blocks of a GGUF file's weights; the main one is that of most values.
+
+    Where columns of blocks are moved, weights have blocks that move as a whole; if there are none of whole tiles, they
+    are held as floats.
+    """
     stored, values = dict[str, Scheme](), Counter[Scheme]()
     for name, tensor in tensors.items():
-        if tensor.dtype not in _FLOATS:
-            scheme = Scheme("gguf", type=tensor.dtype)
-            stored[name.removesuffix(".weight")] = scheme
-            values[scheme] += prod(tensor.shape)
+        type, order = tensor.stored.type, tensor.order_of(columns=True)
+        if type.is_float:
+            continue
+        scheme = Scheme("gguf", block=(1, type.block), type=type.name)
+        values[scheme] += prod(tensor.shape)
+        block = type.block if order is None else gcd(type.block, order.width)
+        if block % _GGUF_UNIT == 0:
+            stored[name.removesuffix(".weight")] = replace(scheme, block=(1, block))
     return QuantizationConfig(values.most_common(1)[0][0], stored=stored)
 
 

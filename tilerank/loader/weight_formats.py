@@ -17,7 +17,6 @@ from tilerank.kernels.weight_formats import (
     Mxfp4,
     TokenInt8,
 )
-from tilerank.kernels.weight_formats.gguf import GGUF_TYPES
 from tilerank.parallel.sharding import WeightFormats
 
 from .quantization_config import (
@@ -86,7 +85,7 @@ def stored_format(scheme: Scheme, activation_bits: ActivationBits = DEFAULT_ACTI
     if scheme.layout == "mxfp4" or scheme.type == "MXFP4":
         return Mxfp4()
     if scheme.layout == "gguf":
-        return Gguf(scheme.type, GGUF_TYPES[scheme.type].block)
+        return Gguf(scheme.type, columns)
     # Larger groups are held as several with the same scale, unless there is one alone.
     group = max(size for size in INT4_GROUPS if columns % size == 0) if columns else 0
     return (_INT4[activation_bits] if scheme.bits == 4 else GroupInt8)(group, zero_points=not scheme.symmetric)

@@ -1,11 +1,12 @@
 """What to read of a GGUF file for a rectangle of a weight: floats, or blocks of codes, scales and minimums.
 
-Where a file has the rows of a rotation as adjacent pairs, whole rows are moved so that pairs lie in halves of a head.
+Where a file has rows or columns in another order than the hub, they are moved whole, so that blocks keep their values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from tilerank.kernels.weight_formats.mxfp4 import Mxfp4Weight
 from tilerank.parallel.parameters import Rectangle, WeightParameter
 
 from ..checkpoint import Checkpoint
+from ..errors import CheckpointError
+from ..gguf.architecture import Order
 from ..gguf.blocks import decode, dequantise
 from ..gguf.names import NamedTensor
 from ..rectangle import Read, StoredRectangle, read_floats
@@ -36,7 +39,8 @@ class GGUFReads:
         """Yield what to read for a rectangle; stored rectangles are empty where it is."""
         tensor = self._tensors.get(rectangle.name)
         if tensor is None:
-            yield read_floats(rectangle)
+            joined = _joined(rectangle, self._tensors)
+            yield read_floats(rectangle) if joined is None else joined
             return
         stored, parameter = _stored(rectangle, tensor), rectangle.parameter
         holds_codes = isinstance(parameter, WeightParameter) and parameter.is_quantised
@@ -56,36 +60,64 @@ class GGUFReads:
 def _stored(rectangle: Rectangle, tensor: NamedTensor) -> StoredRectangle:
     """Return the rows of a file that have all rows of the rectangle, and columns in whole blocks."""
     rows, *columns = rectangle.index
-    if tensor.heads and rows.stop > rows.start:
-        size = tensor.shape[0] // tensor.heads
-        rows = slice(rows.start // size * size, -(-rows.stop // size) * size)
-    block = tensor.stored.type.block
+    rows = _span(tensor.order_of(columns=False), rows)
     if columns:
         *between, last = columns
+        last, block = _span(tensor.order_of(columns=True), last), tensor.stored.type.block
         columns = [*between, slice(last.start // block * block, -(-last.stop // block) * block)]
     return StoredRectangle(
         rectangle.name, rectangle.shape, (tensor.stored.type.name,), (rows, *columns), rectangle.optional
     )
 
 
-def _chosen_rows(rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, part: Tensor) -> Tensor:
-    """Return the rows of the rectangle, from those of the file in which they lie as adjacent pairs of each head."""
-    rows, first = rectangle.index[0], stored.index[0].start
-    if not tensor.heads:
+def _span(order: Order | None, part: slice) -> slice:
+    """Return the items of a file among which those of `part` are: whole blocks of their order."""
+    if order is None or part.start == part.stop:
         return part
-    size = tensor.shape[0] // tensor.heads
-    numbers = torch.arange(rows.start, rows.stop)
-    within = numbers % size
-    return part[numbers - within - first + within % (size // 2) * 2 + within // (size // 2)]
+    size, first = order.outer * order.inner * order.width, order.first
+    start, stop = part.start, part.stop
+    if start > first:
+        start = first + (start - first) // size * size
+    if stop > first:
+        stop = first - (first - stop) // size * size
+    return slice(start, stop)
+
+
+def _places(order: Order, part: slice) -> Tensor:
+    """Return where the items `part` of the hub are in the file."""
+    numbers = torch.arange(part.start, part.stop)
+    inside = (numbers - order.first) % (order.outer * order.inner * order.width)
+    group, column = inside // order.width, inside % order.width
+    moved = (group % order.inner * order.outer + group // order.inner) * order.width + column
+    return torch.where(numbers < order.first, numbers, numbers - inside + moved)
+
+
+def _chosen_rows(rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, part: Tensor) -> Tensor:
+    """Return the rows of the rectangle, from those of the file."""
+    order = tensor.order_of(columns=False)
+    return part if order is None else part[_places(order, rectangle.index[0]) - stored.index[0].start]
 
 
 def _floats(rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, part: Tensor) -> Tensor:
     """Return the values of a rectangle."""
     part = _chosen_rows(rectangle, tensor, stored, part)
     if not tensor.stored.type.is_float:
+        part = dequantise(tensor.stored.type.name, part)
+    if part.ndim == 2:
         columns, first = rectangle.index[1], stored.index[1].start
-        part = dequantise(tensor.stored.type.name, part)[:, columns.start - first : columns.stop - first]
-    return part - 1 if tensor.plus_one else part
+        order = tensor.order_of(columns=True)
+        chosen = (
+            slice(columns.start - first, columns.stop - first) if order is None else _places(order, columns) - first
+        )
+        part = part[:, chosen]
+    if tensor.change == "plus_one":
+        return part - 1
+    if tensor.change == "negative_exp":
+        if not (part < 0).all():
+            where, found = f"{tensor.stored.file}: tensor {tensor.stored.name}", float(part.max())
+            raise CheckpointError(f"{where}: expected numbers below 0, found {found}")
+        return (-part.float()).log()
+    return part
 
 
 def _write(
@@ -94,17 +126,21 @@ def _write(
     """Write the codes and scales of a rectangle to a weight, whose blocks may be parts of those of the file."""
     type, file_block = tensor.stored.type.name, tensor.stored.type.block
     found = decode(type, _chosen_rows(rectangle, tensor, stored, part))
-    columns, first = rectangle.index[1], rectangle.index[1].start - stored.index[1].start
-    count = columns.stop - columns.start
-    codes = found.codes[:, first : first + count]
+    columns, begin = rectangle.index[1], stored.index[1].start
+    order = tensor.order_of(columns=True)
+    if order is None:
+        codes = found.codes[:, columns.start - begin : columns.stop - begin]
+        places = torch.arange(columns.start - begin, columns.stop - begin)
+    else:  # blocks of the weight lie within what the order moves together
+        places = _places(order, columns) - begin
+        codes = found.codes[:, places]
     if isinstance(weight, Mxfp4Weight):
         weight.write_codes(codes, row)
-        weight.write_scales(found.scales[:, first // file_block : -(-(first + count) // file_block)], row)
+        weight.write_scales(found.scales[:, places[::file_block] // file_block], row)
         return
     assert isinstance(weight, GgufWeight)
-    blocks = torch.arange(first, first + count, weight.format.block) // file_block
-    group = weight.format.parts.group
-    groups = slice(first // group, -(-(first + count) // group))
+    blocks, group = places[:: weight.format.block] // file_block, weight.format.parts.group
+    groups = places[::group] // group
 
     def of_blocks(scales: Tensor) -> Tensor:
         return scales[:, blocks]
@@ -120,3 +156,79 @@ def _write(
         None if found.minimums is None else of_blocks(found.minimums),
         of_groups(found.subminimums),
     )
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A tensor of the hub that a file stores as two, whose first dimension counts the same units.
+
+    pieces: the ends of their names. shapes: theirs, from that of the joined tensor and that of the first piece. join:
+    makes the units' rows [units, rows, columns] of those of both pieces.
+    """
+
+    pieces: tuple[str, str]
+    shapes: Callable[[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+    join: Callable[[Tensor, Tensor], Tensor]
+
+
+def _head_shapes(shape: tuple[int, ...], keys: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    key_dim, latent = keys[-1], shape[1]
+    heads = shape[0] // max(shape[0] // keys[0], 1)
+    return (heads, latent, key_dim), (heads, shape[0] // heads - key_dim, latent)
+
+
+def _turn_shapes(shape: tuple[int, ...], _: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    of_each = shape[0], shape[1] // 2
+    return of_each, of_each
+
+
+_JOINED = {
+    # Latent attention: keys of a head lie [latent, dim], so that queries are multiplied with them.
+    "kv_b_proj.weight": _Joined(
+        ("k_b_proj.weight", "v_b_proj.weight"), _head_shapes, lambda k, v: torch.cat([k.transpose(1, 2), v], 1)
+    ),
+    # gpt-oss: the biases of gate and up are in turns on the hub.
+    "gate_up_proj_bias": _Joined(
+        ("gate_proj_bias", "up_proj_bias"),
+        _turn_shapes,
+        lambda gate, up: torch.stack([gate, up], -1).flatten(1)[:, None],
+    ),
+}
+"""By the end of its name."""
+
+
+def _joined(rectangle: Rectangle, tensors: Mapping[str, NamedTensor]) -> Read | None:
+    """Return what to read for a rectangle of a tensor that the file stores as two; None if it does not."""
+    for end, joined in _JOINED.items():
+        names = [rectangle.name.removesuffix(end) + piece for piece in joined.pieces]
+        if not rectangle.name.endswith(end) or not all(name in tensors for name in names):
+            continue
+        pieces = [tensors[name] for name in names]
+        units, rows = pieces[0].shape[0], rectangle.index[0]
+        each = max(rectangle.shape[0] // units, 1)
+        first = rows.start // each
+        last = -(-rows.stop // each) if rectangle.elements else first
+        shapes = joined.shapes(rectangle.shape, pieces[0].shape)
+        stored = tuple(
+            StoredRectangle(
+                name,
+                shape,
+                (piece.stored.type.name,),
+                (slice(first, last), *(slice(0, size) for size in piece.shape[1:])),
+            )
+            for name, shape, piece in zip(names, shapes, pieces, strict=True)
+        )
+        chosen = slice(rows.start - first * each, rows.stop - first * each), rectangle.index[1]
+        return Read(stored, rectangle.parameter, rectangle.row, partial(_join, joined, pieces, chosen))
+    return None
+
+
+def _join(joined: _Joined, tensors: Sequence[NamedTensor], chosen: tuple[slice, ...], *parts: Tensor) -> Tensor:
+    """Return the rows and columns `chosen` of what the parts of both pieces make."""
+    values = []
+    for tensor, part in zip(tensors, parts, strict=True):
+        type = tensor.stored.type
+        if not type.is_float:
+            part = dequantise(type.name, part.flatten(0, -3)).view(*part.shape[:-2], -1)
+        values.append(part.float())
+    return joined.join(*values).flatten(0, 1)[chosen]

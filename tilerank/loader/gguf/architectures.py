@@ -3,15 +3,11 @@
 from typing import Any
 
 from ..errors import ConfigError, show
-from .architecture import COMMON_NAMES, HEAD_NORMS, Architecture, Keys, decoder_config, has_biases
+from .architecture import COMMON_NAMES, HEAD_NORMS, Architecture, Keys, decoder_config, has_biases, paired_heads
+from .delta_nets import DELTA_NETS
 from .file import GGUFFile
-
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
+from .gemma import GEMMAS
+from .mixtures import MIXTURES
 
 
 def _llama(gguf: GGUFFile) -> dict[str, Any]:
@@ -19,6 +15,18 @@ def _llama(gguf: GGUFFile) -> dict[str, Any]:
         raise ConfigError(f"{gguf.path}: llama.expert_count: expected 0 (Mixtral is not supported)")
     biases = {"attention_bias": has_biases(gguf, "attn_q"), "mlp_bias": has_biases(gguf, "ffn_gate")}
     return decoder_config(gguf, "llama") | biases
+
+
+def _mistral3(gguf: GGUFFile) -> dict[str, Any]:
+    keys = Keys(gguf)
+    config = decoder_config(gguf, "ministral3")
+    rope = {"rope_type": "default"} if config["rope_scaling"] is None else dict(config["rope_scaling"])
+    if weight := keys.number("rope.scaling.yarn_log_multiplier", 0.0):
+        rope |= {"mscale": 1.0, "mscale_all_dim": weight}
+    if beta := keys.number("attention.temperature_scale", 0.0):
+        original = keys.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
+        rope |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+    return config | {"rope_scaling": None, "rope_parameters": rope | {"rope_theta": config["rope_theta"]}}
 
 
 def _qwen2(gguf: GGUFFile) -> dict[str, Any]:
@@ -29,61 +37,18 @@ def _qwen3(gguf: GGUFFile) -> dict[str, Any]:
     return decoder_config(gguf, "qwen3") | {"attention_bias": has_biases(gguf, "attn_q")}
 
 
-def _qwen3_moe(gguf: GGUFFile) -> dict[str, Any]:
-    keys = Keys(gguf)
-    count, used = keys.integer("expert_count"), keys.integer("expert_used_count")
-    width = keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length", 0) // max(used, 1))
-    return decoder_config(gguf, "qwen3_moe") | {
-        "attention_bias": has_biases(gguf, "attn_q"),
-        "num_experts": count,
-        "num_experts_per_tok": used,
-        "moe_intermediate_size": width,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    }
-
-
-def _gemma3(gguf: GGUFFile) -> dict[str, Any]:
-    keys = Keys(gguf)
-    config = decoder_config(gguf, "gemma3_text")
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    pattern = "gemma3.attention.sliding_window_pattern"
-    if gguf.has_items(pattern):
-        slides = [bool(item) for item in gguf.numbers(pattern)]
-    else:
-        every = keys.integer("attention.sliding_window_pattern", 6)
-        slides = [bool((layer + 1) % every) if every else False for layer in range(layers)]
-    # The 27B divides scores by sqrt(hidden / heads) instead of sqrt(head_dim); no key of the file says so.
-    scored = config["hidden_size"] // heads if layers == 62 else config["head_dim"]
-    return config | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scored,
-        "sliding_window": keys.integer("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
-    }
-
+_QWEN3 = {**COMMON_NAMES, **HEAD_NORMS}
 
 _ARCHITECTURES = {
-    "llama": Architecture(
-        _llama,
-        COMMON_NAMES,
-        {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"},
-    ),
+    "llama": Architecture(_llama, COMMON_NAMES, orders=paired_heads),
+    "mistral3": Architecture(_mistral3, COMMON_NAMES, orders=paired_heads),
     "qwen2": Architecture(_qwen2, COMMON_NAMES),
-    "qwen3": Architecture(_qwen3, COMMON_NAMES | HEAD_NORMS),
-    "qwen3moe": Architecture(_qwen3_moe, COMMON_NAMES | HEAD_NORMS | _EXPERTS),
-    "gemma3": Architecture(
-        _gemma3,
-        COMMON_NAMES
-        | HEAD_NORMS
-        | {
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-        norms_plus_one=True,
-    ),
+    "qwen3": Architecture(_qwen3, _QWEN3),
+    # Pictures are not read from GGUF files; without them this is Qwen3, as the axes of positions are equal.
+    "qwen3vl": Architecture(_qwen3, _QWEN3),
+    **MIXTURES,
+    **DELTA_NETS,
+    **GEMMAS,
 }
 
 

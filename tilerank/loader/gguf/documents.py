@@ -19,11 +19,6 @@ _IDS = {
 }
 _LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 """Ids that files of pieces with scores may leave out."""
-_ENDS = (
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
-    *("<eos>", "<｜end▁of▁sentence｜>"),
-)
-"""Tokens that end an answer in every vocabulary that has them, because files name only one or two of a model's ends."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 """Splits of vocabularies whose texts begin with bos_token unless a key says otherwise."""
@@ -39,7 +34,8 @@ def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
     fields, tokens = gguf.fields(_TOKENS), gguf.texts(f"{_TOKENS}tokens")
     types = gguf.numbers(f"{_TOKENS}token_type") if gguf.has_items(f"{_TOKENS}token_type") else []
     named = [fields.values.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    by_text = [id for id, token in enumerate(tokens) if token in _ENDS]
+    ends = architecture_of(gguf).ends
+    by_text = [id for id, token in enumerate(tokens) if token in ends]
     by_text = [id for id in by_text if not types or types[id] in (_CONTROL, _USER_DEFINED)]
     if fields.values.get("model") == "llama" and named[0] is None:
         named[0] = _LLAMA_IDS["eos_token"]

@@ -1,76 +1,123 @@
 """The tensors of a GGUF file under the names that Hugging Face gives them. No torch."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
+from ..errors import CheckpointError, show
+from .architecture import Architecture, Change, Keys, Order
 from .architectures import architecture_of
 from .file import GGUFFile, GGUFTensor
 
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_HEADS = {
+    "self_attn.q_proj": "num_attention_heads",
+    "self_attn.k_proj": "num_key_value_heads",
+    "self_attn.v_proj": "num_key_value_heads",
+}
+"""The field that counts the heads of a projection."""
 _READ_BY_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor by its name on the hub: the stored one, or one of its parts of the same shape, counted by `part`.
+    """A tensor by its name on the hub: rows of a stored one, which begin with its element `first`.
 
-    heads: the number of heads whose rows lie as adjacent pairs of a rotation; 0: rows lie as the family has them.
-    plus_one: values are stored plus one.
+    shape: on the hub. order: of its rows or columns in the file; None: as on the hub. change: of its values; None: as
+    on the hub.
     """
 
     stored: GGUFTensor
-    part: int
     shape: tuple[int, ...]
-    heads: int = 0
-    plus_one: bool = False
+    first: int = 0
+    order: Order | None = None
+    change: Change | None = None
 
     @property
     def begin(self) -> int:
-        """Return where the part begins in its file."""
-        return self.stored.description.begin + self.part * self.nbytes
+        """Return where the rows begin in their file."""
+        return self.stored.description.begin + self._nbytes(self.first)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) // self.stored.type.block * self.stored.type.nbytes
+        return self._nbytes(prod(self.shape))
+
+    def order_of(self, *, columns: bool) -> Order | None:
+        """Return the order of the rows or of the columns."""
+        return self.order if self.order is not None and self.order.of_columns == columns else None
+
+    def _nbytes(self, elements: int) -> int:
+        return elements // self.stored.type.block * self.stored.type.nbytes
 
 
 @lru_cache(maxsize=2)
 def named_tensors(gguf: GGUFFile) -> Mapping[str, NamedTensor]:
-    """Return all tensors by name, in storage order; those that no family has keep their names."""
+    """Return all tensors by name, in storage order; those that no family has keep their names.
+
+    Blocks after the last layer, which predict several tokens at once, are left out.
+    """
     architecture = architecture_of(gguf)
-    heads = dict[str, int]()
-    if architecture.paired_rows:
-        config = architecture.config(gguf)
-        heads = {module: config[field] for module, field in architecture.paired_rows.items()}
+    config = architecture.config(gguf)
+    layers, blocks = config["num_hidden_layers"], Keys(gguf).integer("block_count")
     found: dict[str, NamedTensor] = {}
     for name, tensor in gguf.tensors.items():
         if name in _READ_BY_CONFIG:
             continue
         layer = _LAYER.fullmatch(name)
-        if layer is None or layer[2] not in architecture.names:
-            plus_one = architecture.norms_plus_one and name == "output_norm.weight"
-            found[_TOP.get(name, name)] = NamedTensor(tensor, 0, tensor.shape, plus_one=plus_one)
-            continue
-        module, end = architecture.names[layer[2]], layer[3]
-        if "{}" in module:
-            found |= dict(_of_experts(f"model.layers.{layer[1]}.{module}.{end}", tensor))
-            continue
-        plus_one = architecture.norms_plus_one and layer[2].endswith("_norm")
-        of_head = heads.get(module, 0)
-        found[f"model.layers.{layer[1]}.{module}.{end}"] = NamedTensor(tensor, 0, tensor.shape, of_head, plus_one)
+        if layer is None:
+            named = architecture.top.get(name) or _TOP.get(name, name)
+            found[named] = NamedTensor(tensor, tensor.shape, change=architecture.changes.get(name.rpartition(".")[0]))
+        elif not layers <= int(layer[1]) < blocks:
+            found |= dict(_of_layer(architecture, config, layer[1], layer[2], tensor))
     return found
 
 
-def _of_experts(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, NamedTensor]]:
-    """Yield each expert's part of a tensor of all of them, [experts, out, in]."""
-    experts, *shape = tensor.shape
+def _of_layer(
+    architecture: Architecture, config: Mapping[str, Any], layer: str, rest: str, tensor: GGUFTensor
+) -> Iterator[tuple[str, NamedTensor]]:
+    """Yield the tensors of the hub that a tensor of a layer holds. rest: its name after that of the layer."""
+    module, _, end = rest.rpartition(".")
+    names, suffix = architecture.names.get(rest), ""
+    if names is None and end in ("weight", "bias"):
+        names, suffix = architecture.names.get(module), f".{end}"
+    if names is None:
+        yield tensor.name, NamedTensor(tensor, tensor.shape)
+        return
+    parts = (names,) if isinstance(names, str) else names
+    change, orders = architecture.changes.get(rest) or architecture.changes.get(module), architecture.orders(config)
+    shape = _shape(tensor, architecture.axes.get(module))
+    in_experts = "{}" in parts[0]
+    experts, *shape_of_one = shape if in_experts else (1, *shape)
+    heights = [shape_of_one[0]] if len(parts) == 1 else _heights(tensor, parts, shape_of_one[0], config)
     for expert in range(experts):
-        yield name.format(expert), NamedTensor(tensor, expert, tuple(shape))
+        first = expert * prod(shape_of_one)
+        for part, height in zip(parts, heights, strict=True):
+            name = f"model.layers.{layer}.{part.format(expert)}{suffix}"
+            found = (height, *shape_of_one[1:])
+            yield name, NamedTensor(tensor, found, first, orders.get(part), change)
+            first += prod(found)
+
+
+def _heights(tensor: GGUFTensor, parts: Sequence[str], rows: int, config: Mapping[str, Any]) -> list[int]:
+    """Return how many rows each of several modules has: those of its heads, or equally many. Raises CheckpointError."""
+    heads = [config[_HEADS[part]] * config["head_dim"] for part in parts if part in _HEADS]
+    heights = heads or [rows // len(parts)] * len(parts)
+    if sum(heights) != rows:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {show(tensor.name)[1:-1]}: expected rows of {len(parts)} projections, found {rows}"
+        )
+    return heights
+
+
+def _shape(tensor: GGUFTensor, axis: int | None) -> tuple[int, ...]:
+    """Return the shape on the hub, with a dimension of one element at `axis` if the file leaves it out."""
+    shape = tensor.shape
+    return shape if axis is None or len(shape) != axis + 1 else (*shape[:axis], 1, *shape[axis:])
