@@ -13,7 +13,7 @@ _made: dict[tuple[str, int, str], Path] = {}
 
 
 @cache
-def _tool() -> ModuleType:
+def tool() -> ModuleType:
     """Return tests/support/tools/make_tiny.py as a module. Imported once, as transformers takes seconds to import."""
     spec = importlib.util.spec_from_file_location("make_tiny", TOOL)
     assert spec is not None and spec.loader is not None
@@ -26,7 +26,7 @@ def _tool() -> ModuleType:
 def make_tokenizer(style: str, out: Path, vocab: int = 2048) -> Path:
     """Write only the tokenizer files of one `style`: qwen, omni, moss, llama, mllama, deepseek or gemma."""
     out.mkdir(parents=True)
-    _tool().make_tokenizer(style, vocab, str(out))
+    tool().make_tokenizer(style, vocab, str(out))
     return out
 
 
@@ -40,6 +40,6 @@ def make_checkpoint(family: str, tmp: Path, seed: int = 0, **dims: object) -> Pa
     key = (family, seed, json.dumps(dims, sort_keys=True))
     if key not in _made:
         out = tmp / f"{family}-{seed}-{len(_made)}"
-        _tool().build(family, str(out), argparse.Namespace(**{"tied": None, "shards": 2, "seed": seed, **dims}))
+        tool().build(family, str(out), argparse.Namespace(**{"tied": None, "shards": 2, "seed": seed, **dims}))
         _made[key] = out
     return _made[key]

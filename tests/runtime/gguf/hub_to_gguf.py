@@ -1,0 +1,303 @@
+"""Writes checkpoints of the hub as GGUF files, with the names, orders and hyper-parameters of llama.cpp's converter."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.loader.gguf_files import write_gguf
+from tests.runtime.gguf.hub_fields import Fields, metadata_of
+
+Tensors = dict[str, Tensor]
+
+_COMMON = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"mlp.experts.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
+    **{f"mlp.shared_experts.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
+    **{f"mlp.shared_expert.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_AFTER = {"post_attention_layernorm": "post_attention_norm"}
+_GEMMA = _AFTER | {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_DELTA = _AFTER | {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+_NAMES: dict[str, dict[str, str]] = {
+    "qwen3vl": {"self_attn.qkv": "attn_qkv"},
+    "mistral3": {},
+    "gemma3": _GEMMA,
+    "qwen2moe": _EXPERTS,
+    "glm4moe": _AFTER
+    | _EXPERTS
+    | {"eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm"}
+    | {"shared_head.norm": "nextn.shared_head_norm"},
+    "minimax-m2": _EXPERTS,
+    "gpt-oss": _AFTER
+    | _EXPERTS
+    | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks.weight"}
+    | {f"mlp.experts.{name}_proj_bias": f"ffn_{name}_exps.bias" for name in ("gate", "up", "down")},
+    "deepseek2": _EXPERTS
+    | {
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.k_b_proj": "attn_k_b",
+        "self_attn.v_b_proj": "attn_v_b",
+    },
+    "qwen3next": _EXPERTS | _DELTA,
+    "qwen35": _DELTA,
+    "qwen35moe": _EXPERTS | _DELTA,
+    "gemma4": _GEMMA
+    | {
+        "layer_scalar": "layer_output_scale.weight",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "router.proj": "ffn_gate_inp",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+    },
+}
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+}
+
+
+def _stacked(tensors: Tensors) -> Tensors:
+    """Return experts that are stored one by one as one tensor for each projection, [experts, out, in]."""
+    found, experts = Tensors(), dict[str, dict[int, Tensor]]()
+    for name, tensor in tensors.items():
+        part = re.fullmatch(r"(.*\.experts\.)(\d+)\.(.*)", name)
+        if part is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(part[1] + part[3], {})[int(part[2])] = tensor
+    return found | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
+
+
+def _halves(tensors: Tensors) -> Tensors:
+    """Return gate and up of experts [experts, gate and up, in] as two tensors."""
+    found = Tensors()
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
+                found[name.replace("gate_up_proj", part) + ".weight"] = half
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
+def _turns(tensors: Tensors) -> Tensors:
+    """Return gate and up of gpt-oss, which are in turns, as two tensors; weights there are [experts, in, out]."""
+    found = Tensors()
+    for name, tensor in tensors.items():
+        before, is_bias = name.removesuffix("_bias").removesuffix("_proj"), name.endswith("_bias")
+        if "experts." not in name:
+            found[name] = tensor
+            continue
+        whole = tensor if is_bias else tensor.transpose(1, 2)
+        parts = {"down": whole} if before.endswith("down") else {"gate": whole[:, 0::2], "up": whole[:, 1::2]}
+        for part, rows in parts.items():
+            found[f"{before.rpartition('.')[0]}.{part}_proj{'_bias' if is_bias else '.weight'}"] = rows
+    return found
+
+
+def _paired(tensors: Tensors, fields: Fields) -> Tensors:
+    """Return queries and keys whose halves of a head became adjacent pairs of a rotation."""
+    half = fields["head_dim"] // 2
+
+    def paired(tensor: Tensor) -> Tensor:
+        return tensor.view(-1, 2, half, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+
+    return {n: paired(t) if re.search(r"\.[qk]_proj\.weight", n) else t for n, t in tensors.items()}
+
+
+def _fused(tensors: Tensors) -> Tensors:
+    """Return queries, keys and values as one tensor, as the converter writes them when it is asked to."""
+    found = Tensors()
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.weight"):
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            found[name.replace("q_proj", "qkv")] = torch.cat(parts)
+        elif not name.endswith(("k_proj.weight", "v_proj.weight")):
+            found[name] = tensor
+    return found
+
+
+def _split_keys(tensors: Tensors, fields: Fields) -> Tensors:
+    heads, nope = fields["num_attention_heads"], fields["qk_nope_head_dim"]
+    found = Tensors()
+    for name, tensor in tensors.items():
+        if name.endswith("kv_b_proj.weight"):
+            both = tensor.view(heads, -1, tensor.shape[1])
+            found[name.replace("kv_b", "k_b")] = both[:, :nope].transpose(1, 2)
+            found[name.replace("kv_b", "v_b")] = both[:, nope:]
+        else:
+            found[name] = tensor
+    return found
+
+
+def _plus_one(tensors: Tensors, *, but: str = "-") -> Tensors:
+    return {n: t + 1 if n.endswith("norm.weight") and but not in n else t for n, t in tensors.items()}
+
+
+def _delta_net(tensors: Tensors, fields: Fields, *, tiled: bool) -> Tensors:
+    """Return delta nets with sorted projections; tiled: with value heads j * keys + k in place of k * r + j."""
+    key_heads, value_heads, key_dim, dim = (
+        fields[f"linear_{part}"] for part in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    r, keys = value_heads // key_heads, 2 * key_heads * key_dim
+
+    def tile(rows: Tensor, width: int) -> Tensor:
+        shape = (key_heads, r, width, *rows.shape[1:])
+        return rows.reshape(shape).transpose(0, 1).reshape(rows.shape) if tiled else rows
+
+    found = Tensors()
+    for name, tensor in _plus_one(_halves(tensors), but="linear_attn").items():
+        match name.rpartition("linear_attn.")[2]:
+            case "in_proj_qkvz.weight":
+                sizes = [key_dim, key_dim, r * dim, r * dim]
+                *qkv, z = (
+                    part.flatten(0, 1) for part in torch.split(tensor.view(key_heads, -1, tensor.shape[1]), sizes, 1)
+                )
+                found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")] = torch.cat(qkv), z
+                continue
+            case "in_proj_qkv.weight":
+                tensor = torch.cat([tensor[:keys], tile(tensor[keys:], dim)])
+            case "conv1d.weight":
+                tensor = torch.cat([tensor[:keys], tile(tensor[keys:], dim)])[:, 0]
+            case "in_proj_z.weight":
+                tensor = tile(tensor, dim)
+            case "in_proj_a.weight" | "in_proj_b.weight" | "dt_bias":
+                tensor = tile(tensor, 1)
+            case "A_log":
+                tensor = -tile(tensor, 1).exp()
+            case "out_proj.weight":
+                tensor = tile(tensor.T.contiguous(), dim).T
+        found[name] = tensor[0] if name.endswith("shared_expert_gate.weight") else tensor
+    return found
+
+
+def _minimax(tensors: Tensors) -> Tensors:
+    renamed = {
+        "w1": "gate_proj",
+        "w3": "up_proj",
+        "w2": "down_proj",
+        "e_score_correction_bias": "gate.e_score_correction_bias",
+    }
+
+    def name_of(name: str) -> str:
+        name = name.replace("block_sparse_moe", "mlp")
+        return re.sub(r"(?<=\.)(w[123]|e_score_correction_bias)\b", lambda part: renamed[part[1]], name)
+
+    return {name_of(name): tensor for name, tensor in tensors.items()}
+
+
+_TRANSFORMS: dict[str, Callable[[Tensors, Fields], Tensors]] = {
+    "qwen3vl": lambda t, _: _fused(t),
+    "mistral3": lambda t, c: _paired({n.removeprefix("language_model."): one for n, one in t.items()}, c),
+    "gemma3": lambda t, _: _plus_one(t),
+    "qwen2moe": lambda t, _: {n: one[0] if n.endswith("shared_expert_gate.weight") else one for n, one in t.items()},
+    "minimax-m2": lambda t, _: _minimax(t),
+    "gpt-oss": lambda t, _: _turns(t),
+    "deepseek2": _split_keys,
+    "qwen3next": lambda t, c: _delta_net(t, c, tiled=False),
+    "qwen35": lambda t, c: _delta_net(t, c, tiled=True),
+    "qwen35moe": lambda t, c: _delta_net(t, c, tiled=True),
+}
+
+
+def _name(architecture: str, name: str) -> str:
+    if name in _TOP:
+        return _TOP[name]
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+    assert layer is not None, name
+    names, rest = _COMMON | _NAMES[architecture], layer[2]
+    module, _, end = rest.rpartition(".")
+    return f"blk.{layer[1]}.{names[rest] if rest in names else f'{names[module]}.{end}'}"
+
+
+def q8_0(values: Tensor) -> tuple[bytes, Tensor]:
+    """Return rows of whole blocks of 32 in Q8_0, d = max |x| / 127, and what they mean."""
+    blocks = values.float().reshape(-1, 32)
+    d = (blocks.abs().amax(1, keepdim=True) / 127).half()
+    codes = torch.where(d == 0, 0, (blocks / d.float()).round()).clamp(-127, 127)
+    data = np.concatenate([d.numpy().view(np.uint8), codes.to(torch.int8).numpy().view(np.uint8)], 1)
+    return data.tobytes(), (codes * d.float()).reshape(values.shape)
+
+
+def _stored(values: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    """Return a tensor in the smallest of Q8_0, F16 and F32 that has exactly its values; vectors are in F32."""
+    values, shape = values.contiguous().float(), tuple(values.shape)
+    if values.ndim > 1 and shape[-1] % 32 == 0:
+        data, found = q8_0(values)
+        if torch.equal(found, values):
+            return "Q8_0", shape, data
+    if values.ndim > 1 and torch.equal(values.half().float(), values):
+        return "F16", shape, values.half().numpy().tobytes()
+    return "F32", shape, values.numpy().tobytes()
+
+
+def write(
+    path: Path,
+    architecture: str,
+    fields: Fields,
+    tensors: Tensors,
+    others: Mapping[str, tuple[str, tuple[int, ...], bytes]] | None = None,
+) -> Path:
+    """Write a file. fields: of the language model in config.json. others: tensors in place of those of their names."""
+    renamed = _stacked(tensors)
+    if architecture in _TRANSFORMS:
+        renamed = _TRANSFORMS[architecture](renamed, fields)
+    last = fields["num_hidden_layers"] + (architecture == "glm4moe")
+    found = {}
+    for name, tensor in renamed.items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if name in _TOP or (layer is not None and int(layer[1]) < last):  # no tower, no layers of drafts
+            found[_name(architecture, name)] = _stored(tensor)
+    if architecture == "gemma4":
+        half, part = fields["global_head_dim"] // 2, 0.25
+        found["rope_freqs.weight"] = _stored(
+            torch.tensor([1.0] * int(half * part) + [1e30] * (half - int(half * part)))
+        )
+    return write_gguf(path, metadata_of(architecture, fields), found | dict(others or {}))
