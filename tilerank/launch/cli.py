@@ -105,7 +105,7 @@ class _PrintCompletion(argparse.Action):
     """Prints the completion script of a shell and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest, choices=("bash", "zsh", "tcsh"), help=help)
+        super().__init__(option_strings, dest, choices=("bash", "zsh", "fish", "tcsh"), help=help)
 
     def __call__(self, *arguments: object) -> None:
         import shtab

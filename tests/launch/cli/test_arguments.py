@@ -56,6 +56,7 @@ def test_completion_is_a_script_that_bash_accepts() -> None:
     script = run("--print-completion", "bash").out
     assert "--max-new-tokens" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "complete -c tilerank" in run("--print-completion", "fish").out
 
 
 def test_options_of_a_file_come_before_those_of_the_command_line(tmp_path: Path) -> None:

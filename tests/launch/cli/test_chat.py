@@ -1,6 +1,7 @@
 """`tilerank chat`: a conversation typed on standard input, with a server of its own and with one that runs."""
 
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def test_a_conversation_has_a_history_and_a_system_prompt(tmp_path: Path) -> Non
     user, system = "<|im_start|>user\nWho?<|im_end|>\n", "<|im_start|>system\nBe brief.<|im_end|>\n"
     more = "<|im_start|>assistant\nMoses.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n"
     assert prompts == [f"{turns}<|im_start|>assistant\n" for turns in (user, user + more, system + user)]
+
+
+def test_a_server_that_does_not_answer_ends_the_command() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    result = run("chat", "--url", url, stdin=subprocess.DEVNULL)
+    assert result.status == 1
+    assert f"the server at {url} does not answer: [Errno 111] Connection refused" in result.err
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(tmp_path: Path) -> None:

@@ -187,6 +187,8 @@ def test_the_key_may_be_in_either_header(model: Path) -> None:
             assert found.status_code == status
             if status == 401:
                 assert found.json()["error"]["type"] == "authentication_error"
+                assert found.headers["www-authenticate"] == "Bearer"
+        assert (await server.http.get("/v1/messages")).headers["allow"] == "POST"
 
     run(model, QWEN_3, ask, api_key="secret")
 

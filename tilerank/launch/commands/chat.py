@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     }
     with _server(args) as address:
         chat = Chat(address, {name: value for name, value in options.items() if value is not None}, args.system)
+        chat.model()  # a server that does not answer ends the command
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  input() edits lines and has a history, once this is imported
@@ -147,7 +148,7 @@ class Chat:
 
     def _stream(self, messages: list[dict[str, Any]]) -> Generator[str]:
         """Yield the text of the answer, and of the reasoning before it. LaunchError with the server's own sentence."""
-        body = json.dumps({"model": self._model(), "messages": messages, "stream": True, **self._options})
+        body = json.dumps({"model": self.model(), "messages": messages, "stream": True, **self._options})
         with self._request("POST", "/v1/chat/completions", body) as response:
             for line in response:
                 data = line.removeprefix(b"data: ").strip()
@@ -161,7 +162,8 @@ class Chat:
                 for choice in event["choices"]:
                     yield choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
 
-    def _model(self) -> str:
+    def model(self) -> str:
+        """Return the name of the model. LaunchError if the server does not answer."""
         with self._request("GET", "/v1/models") as response:
             return str(json.load(response)["data"][0]["id"])
 
