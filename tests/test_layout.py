@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOUSE = ROOT / "tilerank"
 ROOMS = ["kernels", "parallel", "loader", "runtime", "launch"]  # each may import itself and those before it
 PY = sorted(path for room in ROOMS for path in (HOUSE / room).rglob("*.py"))
+JS = sorted((HOUSE / "runtime" / "server" / "web" / "static").glob("*.js"))
 CPP = sorted(path for pattern in ("*.cpp", "*.h") for path in (HOUSE / "kernels" / "csrc").rglob(pattern))
 MAX_LINES = 400
 MAX_FILES = 30  # in a folder
@@ -185,7 +186,7 @@ def test_only_launch_reads_the_environment() -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("path", PY + CPP, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", PY + CPP + JS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_can_be_read_in_one_sitting(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 

@@ -1,13 +1,11 @@
 """`tilerank serve` of a model that takes pictures, with the official client."""
 
 import asyncio
-import base64
 import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
 
-import browser
 import openai
 import pytest
 from chat_parts import clip, data_url, image
@@ -145,28 +143,8 @@ def test_a_client_that_leaves(server: Server) -> None:
         connection.close()
 
 
-@pytest.mark.skipif(browser.find() is None, reason="no browser is installed (Debian: chromium-headless-shell)")
-def test_the_prompt_box_takes_a_picture(server: Server) -> None:
-    with browser.Page() as page:
-        page.open(server.url + "/")
-        page.await_true("!document.querySelector('#media').hidden", "it takes no picture")
-        data = base64.b64encode(TRIANGLE.read_bytes()).decode()
-        page.run(
-            "(async () => { const files = new DataTransfer(); "
-            f"const data = Uint8Array.from(atob('{data}'), (c) => c.charCodeAt(0)); "
-            "files.items.add(new File([data], 'x.png', { type: 'image/png' })); "
-            "document.querySelector('#picture').files = files.files; })()"
-        )
-        page.write("#prompt", QUESTION["text"])
-        page.click("#send")
-        page.await_true("/ tokens in /.test(document.querySelector('#note').textContent)", "the answer does not end")
-        assert page.text("#answer").startswith("a ")
-        page.await_true(f"document.querySelector('#latest').innerText.includes('{PROMPT_TOKENS}')", "no row")
-        assert page.console == []
-
-
 def test_the_status_says_who_takes_media(server: Server) -> None:
-    assert server.get("/status").json()["takes_media"] is True
+    assert server.get("/status").json()["takes"] == ["image", "video"]
 
 
 def test_media_that_do_not_fit_the_cache() -> None:

@@ -103,8 +103,8 @@ class Page:
 
     def await_true(self, script: str, otherwise: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
-        while not self.run(script):
-            assert time.monotonic() < deadline, f"{otherwise}:\n{self.run('document.body.innerText')}\n{self.console}"
+        while not self.run(f"Boolean({script})"):  # an element itself becomes an empty object
+            assert time.monotonic() < deadline, f"{otherwise}:\n{self.text('body')}\n{self.console}"
             time.sleep(0.05)
 
     def write(self, selector: str, text: str) -> None:

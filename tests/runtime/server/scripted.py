@@ -82,10 +82,15 @@ class Server:
         self.logprobs: Callable[[int], Logprobs | None] = lambda id: None
         self.limit = ENOUGH
         self.more = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self.cut = False
         self.submits: list[Submit] = []
         self.values: Callable[[list[int]], bytes] = lambda ids: b""
         self.cancelled: list[int] = []
+
+    def resume(self) -> None:
+        """Send the rest of the answer. May be called in any thread."""
+        self._loop.call_soon_threadsafe(self.more.set)
 
     async def ask(self, answer: str, *messages: Any, **fields: Any) -> Any:
         """Ask for a chat completion that is `answer`."""

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from tilerank.loader.pooling import DOES
 from tilerank.loader.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ from .http.errors import ApiError, error_response
 from .http.form import FORM
 from .http.memory import MemoryMiddleware
 from .link.client import EngineClient
+from .web.pages import PageFiles
 
 IGNORED_HEADER = "X-Ignored-Fields"
 """Names what of a request had no effect because this server does not know it."""
@@ -81,6 +82,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("GET", "/status", health.status),
         Operation("GET", "/load", health.load),
         Operation("GET", "/", health.page, public=True),
+        Operation("GET", "/status.html", health.status_page, public=True),
         Operation("GET", "/health", health.health, public=True),
         Operation("GET", "/ping", health.health, public=True),
         Operation("GET", "/health_generate", health.health_generate, public=True),
@@ -96,7 +98,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         for one in operations
     ]
     app = Starlette(
-        routes=routes,
+        routes=[*routes, Mount("/static", PageFiles())],
         middleware=[Middleware(MemoryMiddleware, memory=service.memory)],
         exception_handlers={
             ApiError: _handle_api_error,

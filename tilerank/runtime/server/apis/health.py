@@ -1,4 +1,4 @@
-"""Endpoints of health and load: /health, /health_generate, /metrics, /status and the status page."""
+"""Endpoints of health and load: /health, /health_generate, /metrics, /status, the chat and the status page."""
 
 import asyncio
 import time
@@ -13,6 +13,7 @@ from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
 from ..link.client import EngineGoneError, RefusedError
 from ..monitoring import status
+from ..web.pages import page
 from .service import Service, while_connected
 
 
@@ -71,15 +72,19 @@ class HealthEndpoints:
             "model": settings.model,
             "version": settings.version,
             "weights": settings.weights,
-            "takes_media": settings.media is not None,
+            "takes": [] if settings.media is None else list(settings.media.processor.kinds),
             "uptime_s": time.monotonic() - self._began,
         }
         service = self._service
         return JSONResponse(status.status_json(service.client, service.recent, service.metrics, about))
 
     async def page(self, request: Request) -> Response:
-        """GET /. The status page."""
-        return status.page()
+        """GET /. The chat, or the status page of a model that generates no text."""
+        return page("chat" if self._service.settings.task == "generate" else "status")
+
+    async def status_page(self, request: Request) -> Response:
+        """GET /status.html. The status page."""
+        return page("status")
 
 
 def _mark_retrieved(probe: "asyncio.Task[None]") -> None:

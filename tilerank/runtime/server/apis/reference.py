@@ -1,6 +1,5 @@
-"""The reference of the API: /openapi.json, and /docs for people. Both are made from the operations themselves."""
+"""The reference of the API: /openapi.json, and /docs for people. It is made from the operations themselves."""
 
-import html
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,14 +7,13 @@ from typing import Any, NamedTuple
 import pydantic
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
+
+from ..web.pages import page
 
 Json = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
 _REFERENCE = "#/components/schemas/{model}"
-_STYLE = "body{font:1em/1.5 system-ui;max-width:60em;margin:2em auto;padding:0 1em}code{overflow-wrap:anywhere}"
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 class Operation(NamedTuple):
@@ -53,8 +51,8 @@ class ReferenceEndpoints:
         return JSONResponse(self._openapi())
 
     async def page(self, request: Request) -> Response:
-        """GET /docs. Lists the operations and the fields of requests."""
-        return HTMLResponse(self._page(), headers={"Content-Security-Policy": _POLICY})
+        """GET /docs. Shows the operations, and tries them out."""
+        return page("reference")
 
     def _openapi(self) -> Json:
         bodies = list(dict.fromkeys(one.body for one in self._operations if one.body is not None))
@@ -84,14 +82,3 @@ class ReferenceEndpoints:
         if self._has_key and not one.public:
             described["security"] = [{"bearer": []}]
         return described
-
-    def _page(self) -> str:
-        rows = []
-        for one in self._operations:
-            fields = sorted(one.body.model_fields) if one.body is not None else []
-            shown = f"<br>Fields: <code>{', '.join(fields)}</code>" if fields else ""
-            name = html.escape(f"{one.method} {one.path.replace(':path}', '}')}")
-            rows.append(f"<p><b><code>{name}</code></b><br>{html.escape(one.summary)}{shown}</p>")
-        about = '<p>Types and bounds: <a href="openapi.json">openapi.json</a>.</p>'
-        head = f'<meta charset="utf-8"><title>tilerank: API</title><style>{_STYLE}</style>'
-        return f"<!doctype html><html lang=en><head>{head}</head><body><h1>API</h1>{about}{''.join(rows)}</body></html>"

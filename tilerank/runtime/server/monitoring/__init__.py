@@ -1,1 +1,1 @@
-"""Monitoring for operators: metrics, the status page, counters of ranks and recent requests."""
+"""Monitoring for operators: metrics, the data of the status page, counters of ranks and recent requests."""

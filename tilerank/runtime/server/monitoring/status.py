@@ -1,37 +1,13 @@
-"""The status page, which loads nothing from other servers, and the data that it polls."""
+"""The data of the status page."""
 
-import base64
-import hashlib
-import re
 import time
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
-
-from starlette.responses import HTMLResponse, Response
 
 from ...protocol.speech_settings import SAMPLE_RATE
 from ..link.client import EngineClient
 from .metrics import Metrics
 from .recent_requests import RecentRequests
-
-_FILES = Path(__file__).parent / "page"
-
-
-def _assemble() -> str:
-    """Return the page with its style and scripts inside, so that it is one answer and its policy names their hashes."""
-    page = (_FILES / "status.html").read_text(encoding="utf-8")
-    for name in ("status.css", "load.js", "chat.js"):
-        page = page.replace(f"/* {name} */\n", (_FILES / name).read_text(encoding="utf-8"))
-    return page
-
-
-_PAGE = _assemble()
-
-
-def page() -> Response:
-    """Return the page. It needs no API key, because it contains no data. Its policy allows only its own script."""
-    return HTMLResponse(_PAGE, headers=_HEADERS)
 
 
 def status_json(
@@ -87,29 +63,3 @@ def status_json(
             for rank, share in zip_longest(rank_stats.ranks, rank_stats.wait_shares)
         ],
     }
-
-
-def _hashes(tag: str) -> str:
-    """Return the hashes of all elements `tag` of the page in the format of a Content-Security-Policy."""
-    contents = re.findall(rf"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents)
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-_HEADERS = {
-    "Content-Security-Policy": "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {_hashes('script')}",
-            f"style-src {_hashes('style')}",
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        )
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}

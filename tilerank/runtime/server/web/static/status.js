@@ -1,7 +1,9 @@
-/* What the server reports: load, latencies, ranks and recent requests. */
+/* The status page: load, latencies, ranks and recent requests. */
+import { hasKey, request } from "./api.js";
+import { at, copy, element, number, seconds } from "./dom.js";
+
 const POLL_MS = 2000, POINTS = 60, MOST_CORES = 256, ROWS = 10;
 const CHART = { left: 44, top: 8, bottom: 128 };  // pixels
-const at = (id) => document.getElementById(id);
 const speeds = [];
 let before = null;          // the previous status
 
@@ -11,21 +13,6 @@ const bytes = (n) => {
     n /= 1024;
   }
 };
-const seconds = (s) => {
-  if (s < 0.01) return `${(s * 1000).toFixed(1)} ms`;
-  if (s < 1) return `${Math.round(s * 1000)} ms`;
-  if (s < 90) return `${s.toFixed(1)} s`;
-  const minutes = Math.round(s / 60), hours = Math.round(s / 3600);
-  return minutes < 90 ? `${minutes} min` : hours < 48 ? `${hours} h` : `${Math.round(s / 86400)} days`;
-};
-const number = (n) => n.toLocaleString("en");
-
-function element(tag, text, name) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (name) made.className = name;
-  return made;
-}
 
 function state(text, kind) {
   // Screen readers announce every assignment, so unchanged text is not assigned.
@@ -33,38 +20,20 @@ function state(text, kind) {
   at("state").className = kind;
 }
 
-function headers() {
-  const key = at("key").value.trim();
-  return key ? { Authorization: `Bearer ${key}` } : {};
-}
-
-/* ---- status ---- */
-
 async function poll() {
   if (!document.hidden) {
     try {
-      const response = await fetch("status", { headers: headers(), cache: "no-store" });
-      if (response.ok) show(await response.json());
-      else forget(response.status === 401 ? "Enter the API key to see the status" : await sentence(response), "wait");
-    } catch {
-      forget("The server does not respond.", "bad");
+      show(await (await request("status")).json());
+    } catch (error) {
+      forget(error.message, "bad");
     }
   }
   setTimeout(poll, POLL_MS);
 }
 
-async function sentence(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `The server responded with status ${response.status}.`;
-  }
-}
-
 function show(now) {
   at("model").textContent = document.title = now.model;
   at("version").textContent = now.version;
-  at("media").hidden = !now.takes_media;
   connection(now.model);
   latest(now.latest, now.ended_in_last_minute);
   percentiles("first-token", now.first_token_s);
@@ -153,24 +122,24 @@ function ranks(list) {
     nodes.get(name).push(rank);
   }
   at("ranks").replaceChildren(...[...nodes].map(([name, members]) => {
-    const node = element("div", undefined, "node");
-    node.append(element("h3", name), ...members.map(shown));
+    const node = element("div", { className: "node" });
+    node.append(element("h3", {}, name), ...members.map(shown));
     return node;
   }));
 }
 
 function shown(rank) {
-  const made = element("div", undefined, "rank");
+  const made = element("div", { className: "rank" });
   const title = element("p");
-  title.append(element("strong", `rank ${rank.rank}`), element("span", rank.isa, "soft"));
-  const cores = element("div", undefined, "cores");
+  title.append(element("strong", {}, `rank ${rank.rank}`), element("span", { className: "soft" }, rank.isa));
+  const cores = element("div", { className: "cores" });
   cores.setAttribute("aria-hidden", "true");
   for (let i = Math.min(count(rank.cores), MOST_CORES); i > 0; i--) cores.append(element("i"));
   const waits = rank.wait_share === null ? "" : `, waits for other ranks ${Math.round(100 * rank.wait_share)} % of the time`;
   const local = rank.local_memory === null ? "" : `, ${Math.round(100 * rank.local_memory)} % in local memory`;
   made.append(title, cores,
-    element("p", rank.cores === "any" ? "any core" : `core${count(rank.cores) > 1 ? "s" : ""} ${rank.cores}${waits}`, "soft"),
-    element("p", `${bytes(rank.weight_bytes)} weights, ${bytes(rank.cache_bytes)} cache${local}`, "soft"));
+    element("p", { className: "soft" }, rank.cores === "any" ? "any core" : `core${count(rank.cores) > 1 ? "s" : ""} ${rank.cores}${waits}`),
+    element("p", { className: "soft" }, `${bytes(rank.weight_bytes)} weights, ${bytes(rank.cache_bytes)} cache${local}`));
   return made;
 }
 
@@ -194,38 +163,33 @@ function latest(list, ends) {
     const s = (request.took_s ?? request.age_s) - request.first_s;
     const fast = request.first_s !== null && request.completion_tokens > 1 && s > 0;
     row.append(
-      element("td", `${seconds(request.age_s)} ago`),
-      element("td", number(request.prompt_tokens)),
-      element("td", number(request.completion_tokens)),
-      element("td", request.first_s === null ? "" : seconds(request.first_s), "wide"),
-      element("td", fast ? ((request.completion_tokens - 1) / s).toFixed(1) : "", "wide"),
-      element("td", request.took_s === null ? "" : seconds(request.took_s)),
-      element("td", request.end ?? (request.first_s === null ? "waiting" : "running")));
+      element("td", {}, `${seconds(request.age_s)} ago`),
+      element("td", {}, number(request.prompt_tokens)),
+      element("td", {}, number(request.completion_tokens)),
+      element("td", { className: "wide" }, request.first_s === null ? "" : seconds(request.first_s)),
+      element("td", { className: "wide" }, fast ? ((request.completion_tokens - 1) / s).toFixed(1) : ""),
+      element("td", {}, request.took_s === null ? "" : seconds(request.took_s)),
+      element("td", {}, request.end ?? (request.first_s === null ? "waiting" : "running")));
     return row;
   }));
 }
 
-// Lines that connect a program with this server.
+// Lines that connect a program with this server. The shell has the key, not the line.
 function connection(model) {
   const base = new URL("v1", location.href).href;
   at("base-url").textContent = base;
   const body = JSON.stringify({ model, messages: [{ role: "user", content: "Hello" }] });
   const quoted = `'${body.replaceAll("'", "'\\''")}'`;
-  at("curl").textContent = `curl ${base}/chat/completions -H 'Content-Type: application/json' -d ${quoted}`;
-  at("python").textContent = `from openai import OpenAI; client = OpenAI(base_url=${JSON.stringify(base)}, api_key="any")`;
+  const shown = hasKey() ? '-H "Authorization: Bearer $TILERANK_API_KEY" ' : "";
+  at("curl").textContent = `curl ${base}/chat/completions ${shown}-H 'Content-Type: application/json' -d ${quoted}`;
+  const key = hasKey() ? 'os.environ["TILERANK_API_KEY"]' : '"any"';
+  const imports = `${hasKey() ? "import os; " : ""}from openai import OpenAI`;
+  at("python").textContent = `${imports}; client = OpenAI(base_url=${JSON.stringify(base)}, api_key=${key})`;
+  at("needs-key").hidden = !hasKey();
 }
 
-async function copy(event) {
-  const button = event.currentTarget;
+for (const button of document.querySelectorAll("[data-copies]")) {
   const code = at(button.dataset.copies);
-  try {
-    await navigator.clipboard.writeText(code.textContent);
-    button.textContent = "Copied";
-  } catch {  // no permission, or a page without TLS: select it for the user
-    getSelection().selectAllChildren(code);
-    button.textContent = "Selected";
-  }
-  setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  button.addEventListener("click", () => copy(button, code.textContent, code));
 }
-
-for (const button of document.querySelectorAll("[data-copies]")) button.addEventListener("click", copy);
+poll();
