@@ -88,7 +88,8 @@ def load_weights(
                 raise CheckpointError(f"{checkpoint.info(name).file}: tensor {name}: {failure}") from failure
             for stored, view in zip(read.stored, views, strict=True):
                 # After the write, when the pages are mapped and the numbers are still in the cache.
-                stored.check_finite(checkpoint, view)
+                if not read.parameter.may_be_infinite:
+                    stored.check_finite(checkpoint, view)
                 # The whole tensor, because the kernel may have mapped pages around the slice's edges.
                 core.drop_pages(torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()))
             bar.advance(read.nbytes(checkpoint))

@@ -81,7 +81,11 @@ class Rectangle:
         return prod(part.stop - part.start for part in self.index)
 
     def blocks(self, unit: int) -> Iterator[Rectangle]:
-        """Cut into blocks of a multiple of `unit` rows and about BLOCK_ELEMENTS elements; an empty one stays whole."""
+        """Cut into blocks of a multiple of `unit` rows and about BLOCK_ELEMENTS elements; an empty one stays whole, as
+        a number does."""
+        if not self.index:
+            yield self
+            return
         rows, *columns = self.index
         width = max(1, prod(part.stop - part.start for part in columns))
         height = max(BLOCK_ELEMENTS // width // unit, 1) * unit
@@ -160,6 +164,8 @@ class Parameter(Layer):
 
     block_rows = TILE
     """Rectangles are read in blocks of a multiple of this many rows."""
+    may_be_infinite = False
+    """Whether infinities of the checkpoint are numbers like others, as in bounds."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -324,6 +330,19 @@ class WholeParameter(PlainParameter):
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
         self.fill(name, shape, *(slice(0, size) for size in shape))
+
+
+class NumberParameter(PlainParameter):
+    """A stored number, which is a tensor without dimensions, as a vector of one element."""
+
+    may_be_infinite = True
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__((1,), dtype)
+        self.fill(name, ())
+
+    def write(self, rows: Tensor, row: int) -> None:
+        super().write(rows.view(1), row)
 
 
 class GatedBias(PlainParameter):

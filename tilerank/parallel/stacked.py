@@ -53,6 +53,9 @@ class StackedLinear(Layer):
     bias: the dtype of the biases, if there are any. optional_bias: the checkpoint may lack them, which then are zero.
     """
 
+    apart = False
+    """Whether each projection is a product of its own."""
+
     def __init__(
         self,
         projections: Sequence[Projection],
@@ -63,7 +66,7 @@ class StackedLinear(Layer):
     ) -> None:
         self.stacks: list[Linear] = []
         self._columns: list[list[tuple[int, int]]] = []  # for each stack, the first and the number of a projection's
-        for held, group in groupby(projections, lambda projection: projection.format):
+        for (held, _), group in groupby(projections, lambda one: (one.format, one.name if self.apart else "")):
             members = list(group)
             widths = [member.width for member in members]
             firsts = first_rows(held, widths)

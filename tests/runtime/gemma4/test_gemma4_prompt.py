@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny import make_checkpoint
@@ -82,14 +81,3 @@ def test_a_prompt_without_its_pictures_is_refused(
 def test_a_placeholder_in_tokens_is_refused(model_dir: Path, processor: Processor) -> None:
     with pytest.raises(MediaError, match=r"contains <\|image\|>, but has no picture"):
         processor.text_prompt([5, Tokenizer(model_dir).token_id("<|image|>") or 0])
-
-
-def test_a_model_that_clamps_activations_takes_text_only(model_dir: Path, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    config: dict[str, Any] = json.loads((tmp_path / "config.json").read_text())
-    config["vision_config"]["use_clipped_linears"] = True
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_processor(tmp_path, Tokenizer(tmp_path)) is None

@@ -120,7 +120,8 @@ GEMMA4_VISION = Record(
     "reference_gemma4",
     {
         "gemma4-6-3": tiny("gemma4", 4, (6, 3), head_dim=24, hidden=144, inter=200, vocab=777, layers=3),
-        # Per-layer inputs: placeholders have the pad token's. Tokens of a picture attend to earlier ones alone.
+        # Per-layer inputs: placeholders have the pad token's. Tokens of a picture attend to earlier ones alone. The
+        # projections of the tower have bounds.
         "gemma4-shared": tiny(
             "gemma4", 5, (4, 1), head_dim=24, hidden=96, inter=104, vocab=777, layers=6, per_layer=32
         ),

@@ -45,7 +45,7 @@ def fam_gemma4(a):
     vision = dict(attention_bias=False, default_output_length=280, dtype="bfloat16", global_head_dim=24, head_dim=24, hidden_activation="gelu_pytorch_tanh",
                   hidden_size=96, initializer_range=0.02, intermediate_size=136, max_position_embeddings=131072, model_type="gemma4_vision",
                   num_attention_heads=4, num_hidden_layers=3, num_key_value_heads=4, patch_size=4, pooling_kernel_size=3, position_embedding_size=256,
-                  rms_norm_eps=1e-6, rope_parameters={"rope_theta": 100.0, "rope_type": "default"}, standardize=not shared, use_clipped_linears=False)
+                  rms_norm_eps=1e-6, rope_parameters={"rope_theta": 100.0, "rope_type": "default"}, standardize=not shared, use_clipped_linears=bool(shared))
     c = dict(architectures=["Gemma4ForConditionalGeneration"], audio_config=None, dtype="bfloat16", initializer_range=0.02, model_type="gemma4",
              text_config=gemma4_text(d, **shared), tie_word_embeddings=True, transformers_version="5.5.0.dev0", vision_config=vision,
              vision_soft_tokens_per_image=280)

@@ -5,12 +5,13 @@ import torch
 from safetensors.torch import save_file
 
 BF16, F32 = torch.bfloat16, torch.float32
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 def reinit(model, seed, tied, zero_centred=False):
     g = torch.Generator().manual_seed(seed)
     R = lambda p, s: torch.randn(p.shape, generator=g) * s
     U = lambda p, a, b: torch.rand(p.shape, generator=g) * (b - a) + a
-    todo = list(model.named_parameters()) + [(n, b) for n, b in model.named_buffers() if n.endswith(("e_score_correction_bias", "layer_scalar", "std_bias", "std_scale"))]
+    todo = list(model.named_parameters()) + [(n, b) for n, b in model.named_buffers() if n.endswith(("e_score_correction_bias", "layer_scalar", "std_bias", "std_scale", *BOUNDS))]
     unscaled = model.config.model_type.startswith("gemma4")   # scores are not divided: large ones amplify the rounding of the reference itself
     with torch.no_grad():
         for n, p in todo:
@@ -23,6 +24,8 @@ def reinit(model, seed, tied, zero_centred=False):
             elif last in ("alpha", "beta"): v = R(p, 0.1)
             elif last in ("layer_scalar", "std_scale"): v = U(p, 0.6, 1.4)
             elif last == "std_bias": v = R(p, 1.0)
+            elif last in BOUNDS:   # some numbers are beyond each; a projection without bounds keeps the infinite ones
+                v = p if "layers.1.self_attn.k_proj" in n else U(p, 0.7, 1.5) * (-1 if last.endswith("min") else 1)
             elif last == "position_embedding_table": v = R(p, 0.4)
             elif n.endswith("router.scale"): v = 1 + R(p, 0.2)
             elif last == "per_expert_scale": v = U(p, 0.5, 1.5)

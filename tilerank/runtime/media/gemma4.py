@@ -85,14 +85,6 @@ def patches_of_token(vision: Fields) -> tuple[int, int]:
     return c.integer("patch_size", 1, _MAX_SIDE), c.integer("pooling_kernel_size", 1, _MAX_SIDE)
 
 
-def takes_pictures(config: Fields) -> bool:
-    """Return whether the model has a tower of pictures that is supported: one that does not clamp activations.
-
-    config: the fields of config.json.
-    """
-    return config.has("vision_config") and not config.object("vision_config").flag("use_clipped_linears")
-
-
 class Gemma4Processor(Processor):
     """Reads the settings of a model directory. Raises ConfigError."""
 
@@ -145,9 +137,9 @@ class Gemma4Processor(Processor):
 
 
 def _processor(model_dir: Path, tokenizer: Tokenizer) -> Gemma4Processor | None:
-    """Return None for a model whose tower of pictures is not supported, or that has none."""
-    config = read_config_fields(model_dir)
-    return Gemma4Processor(model_dir, tokenizer) if takes_pictures(config) else None
+    """Return None for a model without a tower of pictures."""
+    has_tower = read_config_fields(model_dir).has("vision_config")
+    return Gemma4Processor(model_dir, tokenizer) if has_tower else None
 
 
 FAMILIES = {"gemma4": Family(_processor, tool_calls="gemma4")}

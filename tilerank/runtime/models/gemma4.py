@@ -27,7 +27,7 @@ from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.parameters import WholeParameter
 from tilerank.parallel.sharding import Sharding
 
-from ..media.gemma4 import read_gemma4_settings, takes_pictures
+from ..media.gemma4 import read_gemma4_settings
 from ..media.settings import read_if_listed
 from .decoder import MLP, Decoder, DecoderNames, ResidualFeedForward
 from .gated_mlp import GatedMLP
@@ -115,7 +115,7 @@ def gemma4(card: ModelCard, sharding: Sharding) -> Decoder:
     """Gemma4ForConditionalGeneration."""
     first_of = partial(stored_prefix, card.fields.path.parent)
     tower = None
-    if takes_pictures(card.fields):
+    if card.fields.has("vision_config"):
         tower = Gemma4Tower(
             first_of("model.vision_tower", "vision_tower"),
             first_of("model.embed_vision", "embed_vision"),

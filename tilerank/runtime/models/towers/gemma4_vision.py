@@ -5,7 +5,8 @@
     x += post_norm(attention(norm(x)));  x += post_norm(down(gelu(gate(norm(x))) * up(norm(x))))        a block
 
 Queries, keys and values are normalised, the scores are not scaled, and the halves of a head are rotated by the column
-and the row of a patch. The patches of a token follow each other, so that the mean is one of rows.
+and the row of a patch. The patches of a token follow each other, so that the mean is one of rows. In E2B and E4B, the
+projections of blocks clamp what they read and write (clamped.py).
 """
 
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from ...protocol.errors import EngineError
 from ...step.model import Encoder
 from ..gated_mlp import GatedMLP
 from ..text_config import MAX_WIDTH, read_heads
+from .clamped import Clamp, ClampedMLP, ClampedQKV, ClampedRowParallelLinear
 from .tower import (
     ROW_UNIT,
     BlockNames,
@@ -66,7 +68,8 @@ _DEFAULTS = {
 @dataclass(frozen=True)
 class Gemma4VisionConfig:
     """The shape of the tower. patch: pixels of its side. pooled: patches of a side of a token. places: rows and columns
-    of patches that have a position. standardizes: tokens are shifted and scaled. out_hidden: columns of a token."""
+    of patches that have a position. standardizes: tokens are shifted and scaled. clamps: the projections of blocks have
+    bounds. out_hidden: columns of a token."""
 
     hidden: int
     heads: int
@@ -79,6 +82,7 @@ class Gemma4VisionConfig:
     places: int
     theta: float
     standardizes: bool
+    clamps: bool
     out_hidden: int
 
 
@@ -87,9 +91,8 @@ def read_vision_config(config: Fields, out_hidden: int) -> Gemma4VisionConfig:
     c = config.object("vision_config").with_defaults(_DEFAULTS)
     if c.text("hidden_activation") != "gelu_pytorch_tanh":
         raise c.fail("hidden_activation", "'gelu_pytorch_tanh'")
-    for key in ("use_clipped_linears", "attention_bias"):
-        if c.flag(key):
-            raise c.fail(key, "false (not supported)")
+    if c.flag("attention_bias"):
+        raise c.fail("attention_bias", "false (not supported)")
     hidden, heads, head_dim = read_heads(c, "hidden_size", "num_attention_heads")
     if c.has("num_key_value_heads") and c.integer("num_key_value_heads", 1, heads) != heads:
         raise c.fail("num_key_value_heads", f"the {heads} of num_attention_heads")
@@ -109,6 +112,7 @@ def read_vision_config(config: Fields, out_hidden: int) -> Gemma4VisionConfig:
         places=c.integer("position_embedding_size", 1, _MAX_PLACES),
         theta=rope.number("rope_theta", 1.0, 1e15),
         standardizes=c.flag("standardize"),
+        clamps=c.flag("use_clipped_linears"),
         out_hidden=out_hidden,
     )
 
@@ -147,29 +151,46 @@ class NormedTowerAttention(TowerAttention):
         return q
 
 
-class NormedTowerBlock(ComputedBlock):
-    """A block with norms before and after attention and MLP."""
+class ClampedTowerAttention(NormedTowerAttention):
+    """This attention with bounds of its projections."""
 
-    def __init__(self, name: str, shape: BlockShape, sharding: Sharding) -> None:
+    qkv_type = ClampedQKV
+    out_type = ClampedRowParallelLinear
+
+
+class NormedTowerBlock(ComputedBlock):
+    """A block with norms before and after attention and MLP.
+
+    clamps: the projections have bounds.
+    """
+
+    def __init__(self, name: str, shape: BlockShape, sharding: Sharding, *, clamps: bool) -> None:
         def norms(names: tuple[str, str]) -> list[RMSNorm]:
             return [RMSNorm(f"{name}.{norm}", shape.hidden, shape.eps, sharding) for norm in names]
 
-        attention = NormedTowerAttention(f"{name}.{_BLOCK.attention}", shape, _BLOCK, sharding)
-        mlp = GatedMLP(
-            f"{name}.mlp",
-            shape.hidden,
-            shape.width,
-            sharding,
-            projections=("gate_proj.linear", "up_proj.linear"),
-            down="down_proj.linear",
-            activation="gelu_tanh_mul",
-            dimension=f"{shape.kind} MLP width",
-        )
+        kind = ClampedTowerAttention if clamps else NormedTowerAttention
+        attention = kind(f"{name}.{_BLOCK.attention}", shape, _BLOCK, sharding)
+        mlp = (ClampedMLP if clamps else _plain_mlp)(f"{name}.mlp", shape, sharding)
         super().__init__(norms(_BLOCK.norms), attention, mlp, shape, 3, sharding)
         self.post_norms = norms(_POST_NORMS)
+        ends = (f"{_BLOCK.attention}.{_BLOCK.out}", "mlp.down_proj") if clamps else ()
+        self.outputs = [Clamp(f"{name}.{end}", "output", sharding) for end in ends]
 
     def finish(self, which: int, added: Tensor) -> Tensor:
-        return self.post_norms[which](added)
+        return self.post_norms[which](self.outputs[which](added) if self.outputs else added)
+
+
+def _plain_mlp(name: str, shape: BlockShape, sharding: Sharding) -> GatedMLP:
+    return GatedMLP(
+        name,
+        shape.hidden,
+        shape.width,
+        sharding,
+        projections=("gate_proj.linear", "up_proj.linear"),
+        down="down_proj.linear",
+        activation="gelu_tanh_mul",
+        dimension=f"{shape.kind} MLP width",
+    )
 
 
 class _PatchWeight(PackedParameter):
@@ -208,7 +229,8 @@ class Gemma4Tower(Encoder):
         table = (2, c.places, c.hidden)
         self.positions = WholeParameter(f"{name}.patch_embedder.position_embedding_table", table, sharding.dtype)
         block = BlockShape(c.hidden, c.heads, c.head_dim, c.width, c.eps, "gelu_tanh", bias=False, kind="vision")
-        self.blocks = [NormedTowerBlock(f"{name}.encoder.layers.{i}", block, sharding) for i in range(c.layers)]
+        layers = (f"{name}.encoder.layers.{i}" for i in range(c.layers))
+        self.blocks = [NormedTowerBlock(layer, block, sharding, clamps=c.clamps) for layer in layers]
         parts = ("std_bias", "std_scale") if c.standardizes else ()
         self.standard = [WholeParameter(f"{name}.{part}", (c.hidden,), torch.float32) for part in parts]
         self.token_norm = WeightlessNorm(c.hidden, c.eps, sharding)

@@ -141,9 +141,12 @@ class BlockShape:
 class TowerAttention(Layer):
     """Attention of rows to rows of the same medium, cut by heads."""
 
+    qkv_type: type[QKVParallelLinear] = QKVParallelLinear
+    out_type: type[RowParallelLinear] = RowParallelLinear
+
     def __init__(self, name: str, shape: BlockShape, names: BlockNames, sharding: Sharding) -> None:
         hidden, heads, bias = shape.hidden, shape.heads, shape.bias
-        self.qkv = QKVParallelLinear(
+        self.qkv = self.qkv_type(
             name,
             hidden,
             heads,
@@ -154,9 +157,7 @@ class TowerAttention(Layer):
             projections=names.qkv,
             head_multiple=head_multiple(shape.head_dim, sharding),
         )
-        self.out = RowParallelLinear(
-            f"{name}.{names.out}", hidden, hidden, sharding, span=self.qkv.q_columns, bias=bias
-        )
+        self.out = self.out_type(f"{name}.{names.out}", hidden, hidden, sharding, span=self.qkv.q_columns, bias=bias)
         self.scale = attention_scale(hidden, self.qkv.heads, heads)
         self._dtype = sharding.dtype
         self._dimension = f"{shape.kind} heads"
