@@ -16,6 +16,7 @@ from tiny import make_checkpoint
 
 from tilerank.loader.checkpoint import INDEX, SINGLE, Checkpoint
 from tilerank.loader.errors import CheckpointError
+from tilerank.loader.gguf.file import open_gguf
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -124,6 +125,17 @@ def test_file_truncated_inside_its_header(model_dir: Path) -> None:
 
 def test_empty_file(model_dir: Path) -> None:
     assert "found 0 bytes" in damage(model_dir, b"")
+
+
+def test_a_pointer_of_git_lfs(model_dir: Path) -> None:
+    """As a clone without the extension leaves it, in a directory and in place of a GGUF file."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize 4975\n" % (b"1f" * 32)
+    sentence = "expected the file, found a pointer to it; `git lfs pull` in its directory gets it"
+    assert damage(model_dir, pointer) == f"{model_dir / SHARDS[1]}: {sentence}"
+    gguf = model_dir / "model.gguf"
+    gguf.write_bytes(pointer)
+    with pytest.raises(CheckpointError, match=f"{gguf}: {sentence}"):
+        open_gguf(gguf)
 
 
 def test_garbage_file(model_dir: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from .errors import CheckpointError, ConfigError, show
 from .gguf.documents import DOCUMENTS, document
 from .gguf.file import open_gguf
+from .lfs_pointer import refuse_pointer
 
 # The largest such file in public use is a tokenizer.json of about 35 MB.
 MAX_BYTES = 1 << 28
@@ -46,6 +47,10 @@ def model_file(model_dir: Path, name: str, error: type[ValueError], folder: str 
         raise error(f"{path}: expected a file inside the model directory, found a symbolic link to {real}")
     if not regular:
         raise error(f"{path}: expected a regular file")
+    try:
+        refuse_pointer(path, error)
+    except OSError as failure:
+        raise error(f"{path}: cannot be read: {failure.strerror}") from failure
     return path
 
 

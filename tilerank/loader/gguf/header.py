@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 from ..errors import CheckpointError, show
+from ..lfs_pointer import refuse_pointer
 from .block_types import BLOCK_TYPES, UNREAD_TYPES, BlockType
 
 MAGIC = b"GGUF"
@@ -58,6 +59,7 @@ class Header:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            refuse_pointer(path, CheckpointError)
             with path.open("rb") as file:
                 self._size = file.seek(0, 2)
                 if self._size < 24:
