@@ -1,5 +1,6 @@
 """The reader of GGUF files: whole, split and hostile ones, and what blocks mean."""
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 
 from tests.loader.gguf_files import BLOCKS, TYPES, Tensors, gguf_bytes, random_blocks, text, values_of, write_gguf
 from tilerank.kernels.errors import KernelError
-from tilerank.loader.errors import CheckpointError
+from tilerank.loader.card import read_card
+from tilerank.loader.errors import CheckpointError, ConfigError, TokenizerError
 from tilerank.loader.gguf.blocks import dequantise
 from tilerank.loader.gguf.file import open_gguf
+from tilerank.loader.tokenizer import Tokenizer
 
 METADATA: dict[str, Any] = {"general.architecture": "llama", "a.list": [1, 2], "a.text": "x"}
 TENSORS: Tensors = {"one": ("F32", (2, 3), bytes(24)), "two": ("Q8_0", (1, 32), bytes(34))}
@@ -123,6 +126,48 @@ def test_any_damage_of_a_header_is_refused_or_harmless(tmp_path: Path) -> None:
             open_gguf(path)
         except CheckpointError as failure:
             assert "\n" not in str(failure)
+
+
+HOSTILE: tuple[Any, ...] = (0, (1 << 32) - 1, math.nan, True, "x\ny", [1, 2], [math.nan], ["a", "a"])
+SMALL: dict[str, Any] = METADATA | {
+    **{f"llama.{key}": 4 for key in ("block_count", "context_length", "embedding_length", "attention.head_count")},
+    "llama.feed_forward_length": 8,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.vocab_size": 6,
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 2.0,
+    "llama.rope.freq_base": 1e4,
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.bos_token_id": 5,
+    "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "bc", "<s>"],
+    "tokenizer.ggml.scores": [0.0] * 6,
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.token_type": [1] * 5 + [3],
+    "general.sampling.temp": 0.5,
+    "tokenizer.chat_template": "{{ messages }}",
+    "tokenizer.chat_templates": ["other"],
+}
+
+
+@pytest.mark.parametrize("vocabulary", ["gpt2", "llama"])
+def test_hostile_values_of_metadata_are_refused_or_harmless(tmp_path: Path, vocabulary: str) -> None:
+    def read(metadata: dict[str, Any]) -> None:
+        path = write_gguf(tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf", metadata, {})
+        read_card(path)
+        assert Tokenizer(path).encode("abc")
+
+    whole = SMALL | {"tokenizer.ggml.model": vocabulary}
+    read(whole)
+    refused = 0
+    for key in whole:
+        for value in HOSTILE:
+            try:
+                read(whole | {key: value})
+            except (CheckpointError, ConfigError, TokenizerError) as failure:
+                assert "\n" not in str(failure), key
+                refused += 1
+    assert refused > len(whole)
 
 
 def test_blocks_with_scales_that_are_not_finite_are_refused() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, show
 from .file import GGUFFile
 
 _MOST = 1 << 40
@@ -100,20 +100,27 @@ class Keys:
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a number, or that of all layers where an array has one for each. Raises ConfigError."""
         if self.gguf.has_items(self._prefix + key):
-            found = set(self.gguf.numbers(self._prefix + key))
+            found = set(self._integers(key))
             if len(found) != 1:
                 raise self.fail(key, "one number for all layers")
-            return int(found.pop())
+            return found.pop()
         return default if default is not None and not self.has(key) else self._fields.integer(key, 0, _MOST)
 
     def of_layers(self, key: str, layers: int, default: int | None = None) -> list[int]:
         """Return the number of each layer, which may be one for all of them. Raises ConfigError."""
         if not self.gguf.has_items(self._prefix + key):
             return [self.integer(key, default)] * layers
-        found = [int(item) for item in self.gguf.numbers(self._prefix + key)]
+        found = self._integers(key)
         if len(found) < layers:
             raise self.fail(key, f"a number for each of the {layers} layers, found {len(found)}")
         return found[:layers]
+
+    def _integers(self, key: str) -> list[int]:
+        items = self.gguf.items(self._prefix + key)
+        found = [int(item) for item in items if isinstance(item, int) and 0 <= item <= _MOST]
+        if len(found) < len(items):
+            raise self.fail(key, f"integers from 0 to {_MOST}")
+        return found
 
     def number(self, key: str, default: float | None = None) -> float:
         if default is not None and not self.has(key):
@@ -201,7 +208,7 @@ def rope_scaling(gguf: GGUFFile, keys: Keys) -> dict[str, Any] | None:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         betas = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
         return scaling | {name: keys.number(key) for name, key in betas.items() if keys.has(key)}
-    raise ConfigError(f"{gguf.path}: rope.scaling.type: expected none, linear or yarn, found {kind}")
+    raise ConfigError(f"{gguf.path}: rope.scaling.type: expected none, linear or yarn, found {show(kind)}")
 
 
 def _long(short: list[float], long: list[float], factor: float, original: int, amplitude: float) -> dict[str, Any]:
