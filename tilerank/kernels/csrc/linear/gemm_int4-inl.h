@@ -15,12 +15,6 @@ namespace tilerank::TR_RUNG {
 constexpr int kInt4Zero = 8;
 constexpr int64_t kInt4TileInputs = 32, kInt4TileBytes = 512;  // of both halves of a block
 
-// The codes of every eight inputs in the order of nibbles.
-static inline Ints in_nibble_order(Ints codes) {
-  alignas(16) static constexpr int8_t kOrder[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
-  return shuffle_bytes(codes, kOrder);
-}
-
 // The values of eight inputs of kLanes outputs, as two quads of unsigned bytes.
 struct Int4Line {
   Ints codes;
@@ -38,27 +32,25 @@ struct Int4Line {
 
 template <int64_t kStepInputs>
 struct Int4Form {
+  using Products = Int4Form;
   using Weight = OutputScaledWeight;
   using Sum = Vec;
   static constexpr bool kGrouped = true;
   static constexpr int64_t kInputs = kStepInputs;
   static constexpr int64_t kRowCodes = kInputs;
   static constexpr int64_t kWeightBytes = kInputs / kInt4TileInputs * kInt4TileBytes;
+  static constexpr int64_t kStoredBytes = kWeightBytes;
+  static constexpr int64_t kFetches = kStoredBytes / 128;
+  static constexpr int64_t kFewRowsPanel = 8 << 10;
+  static constexpr bool kStarts = true, kExpands = false;
   static constexpr int64_t kHalfBytes = kInt4TileBytes / 2;
   static constexpr int64_t kLines = 4;  // of half a tile
 
-  // As pack_codes, in nibble order.
+  // As pack_codes, with quads of 4 bytes.
   static void pack(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
                    int32_t* starts) {
 #ifdef TR_AVX512
-    Ints lines[16] = {}, quads[16], sums{};
-    for (int r = 0; r < kInt8Rows; ++r) lines[r] = in_nibble_order(load_ints(codes[r]));
-    transpose(lines, quads);
-    for (int64_t i = 0; i < kInputs / 4; ++i, to += stride) {
-      store(to, quads[i], rows);
-      sums = add_dot(sums, bytes(kInt4Zero), quads[i]);
-    }
-    store(starts, subtract(Ints{}, sums), rows);
+    pack_codes<Int4Form>(to, stride, codes, rows, starts);
 #else
     for (int64_t r = 0; r < rows; ++r) {
       int32_t sum = 0;
@@ -83,9 +75,11 @@ struct Int4Form {
     }
   }
 
+  static const char* expanded(const char* stored, int64_t, char*) { return stored; }
+
   static constexpr int kZero = kInt4Zero;
-#ifdef TR_AMX
   static Ints in_order(Ints codes) { return in_nibble_order(codes); }
+#ifdef TR_AMX
   static const char* tiles(const char* codes, int64_t steps, char* expanded) {
     char* to = expanded;
     for (int64_t step = 0; step < steps; ++step, codes += kWeightBytes) {
@@ -215,11 +209,18 @@ struct Int4Form {
   }
 };
 
-// Calls f with the form of the products of a weight.
-template <class F>
-static void with_int4_form(const OutputScaledWeight& w, const F& f) {
-  const bool wide = w.values.size[2] * kInt4TileInputs % 64 == 0;  // the inputs of a K-block
-  wide ? f(Int4Form<64>()) : f(Int4Form<32>());
-}
+// The forms of weights with different K-blocks.
+struct Int4Forms {
+  using Weight = OutputScaledWeight;
+  using First = Int4Form<64>;
+  using Second = Int4Form<32>;
+
+  // Calls f with the form of the products of a weight.
+  template <class F>
+  static void with(const Weight& w, const F& f) {
+    const bool wide = w.values.size[2] * kInt4TileInputs % 64 == 0;  // the inputs of a K-block
+    wide ? f(First()) : f(Second());
+  }
+};
 
 }  // namespace tilerank::TR_RUNG

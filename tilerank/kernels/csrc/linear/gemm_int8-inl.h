@@ -19,22 +19,23 @@ constexpr int kInt8VecsAtOnce = 2;  // vectors of a block that a micro-kernel mu
 // A quad is four consecutive inputs of a row, kQuadBytes in memory, which are broadcast to all lanes and multiplied
 // with a vector of weights. A step of R rows is stored as
 //
-//   [16 quads][R][kQuadBytes], [R] int32 starts of its sums, [R] fp32 scales
+//   [quads][R][kQuadBytes], [R] int32 starts of its sums, [R] fp32 scales
 //
-// pack_codes stores the quads of `rows` of them, `stride` bytes apart, and their starts.
+// pack_codes stores the quads of `rows` of them, `stride` bytes apart, and their starts: -kZero times the sum of a
+// row's codes. Form::in_order, or place(i) for code i, says the order of the inputs.
 #ifdef TR_AVX512
 constexpr int64_t kQuadBytes = 4;
 constexpr int kInt8Rows = 14;
 
+template <class Form>
 static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
                               int32_t* starts) {
   Ints lines[16] = {}, quads[16], excess{};
-  for (int r = 0; r < kInt8Rows; ++r) lines[r] = load_ints(codes[r]);
+  for (int r = 0; r < kInt8Rows; ++r) lines[r] = Form::in_order(load_ints(codes[r]));
   transpose(lines, quads);
-  for (const Ints quad : quads) {
-    store(to, quad, rows);
-    excess = add_dot(excess, bytes(kInt8Zero), quad);
-    to += stride;
+  for (int64_t i = 0; i < Form::kInputs / 4; ++i, to += stride) {
+    store(to, quads[i], rows);
+    excess = add_dot(excess, bytes(Form::kZero), quads[i]);
   }
   store(starts, subtract(Ints{}, excess), rows);
 }
@@ -43,18 +44,20 @@ static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kI
 constexpr int64_t kQuadBytes = 8;
 constexpr int kInt8Rows = 5;
 
+template <class Form>
 static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
                               int32_t* starts) {
-  for (int64_t i = 0; i < kInt8TileK; i += 4, to += stride) {
+  for (int64_t i = 0; i < Form::kInputs; i += 4, to += stride) {
     for (int64_t r = 0; r < rows; ++r) {
-      const int16_t pairs[4] = {codes[r][i], codes[r][i + 2], codes[r][i + 1], codes[r][i + 3]};
+      const auto code = [&](int64_t input) -> int16_t { return codes[r][Form::place(i + input)]; };
+      const int16_t pairs[4] = {code(0), code(2), code(1), code(3)};
       std::memcpy(to + r * kQuadBytes, pairs, kQuadBytes);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
     int32_t sum = 0;
     for (const int8_t code : codes[r]) sum += code;
-    starts[r] = -kInt8Zero * sum;
+    starts[r] = -Form::kZero * sum;
   }
 }
 #endif
@@ -85,12 +88,12 @@ template <int R>
       [&](int r) __attribute__((always_inline)) { sums[r][0] = sums[r][1] = load_word(starts + r * sizeof(int32_t)); });
 }
 
-// sums += one quad of R rows x kInt8VecsAtOnce vectors of outputs.
-template <int R>
+// sums += one quad of R rows x kInt8VecsAtOnce vectors of outputs. kHalfBytes: from 16 outputs to the next
+template <int R, int64_t kHalfBytes>
 [[gnu::always_inline]] static inline void dot_quads(const char* x, const char* weight,
                                                     Ints (&sums)[R][kInt8VecsAtOnce]) {
 #ifdef TR_AVX512
-  const Ints left = load_ints(weight), right = load_ints(weight + kInt8BlockStep / 2);
+  const Ints left = load_ints(weight), right = load_ints(weight + kHalfBytes);
   for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
     const Ints word = load_word(x + r * kQuadBytes);
     sums[r][0] = add_dot(sums[r][0], left, word);
@@ -135,45 +138,54 @@ template <int R>
 }
 #endif
 
-// sums += a step of R rows x kInt8VecsAtOnce vectors of outputs.
-template <int R>
+// sums += the quads of kInputs inputs of R rows x kInt8VecsAtOnce vectors of outputs.
+template <int R, int64_t kInputs>
 [[gnu::always_inline]] static inline void dot_step(const char* x, const char* weight, Int8Prefetch& ahead,
                                                    Ints (&sums)[R][kInt8VecsAtOnce]) {
-#ifdef TR_AVX512
-  if constexpr (R <= kInt8RowsInOrder) return dot_in_order<R>(x, weight, ahead, sums);
-#endif
-  int64_t quads = kInt8TileK / 4;
+  int64_t quads = kInputs / 4;
   asm("" : "+r"(quads));  // of a loop with a known number of steps, GCC keeps the sums in memory
   for (int64_t quad = 0; quad < quads; ++quad, x += R * kQuadBytes, ahead.at += ahead.step) {
     _mm_prefetch(ahead.at, _MM_HINT_T0);
     _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
-    dot_quads<R>(x, weight + quad * 64, sums);
+    dot_quads<R, kInputs * kBlockN / 2>(x, weight + quad * 64, sums);
   }
 }
 
 struct Int8Form {
+  using Products = Int8Form;  // the form whose micro-kernels multiply expanded weights
   using Weight = Int8Weight;
   using Sum = Vec;
   static constexpr bool kGrouped = true;                          // whether a step has a scale of its own
   static constexpr int64_t kInputs = kInt8TileK;                  // of a step
   static constexpr int64_t kRowCodes = kInputs / 4 * kQuadBytes;  // bytes of a row's codes for a step
-  static constexpr int64_t kWeightBytes = kInt8BlockStep;         // of a block for a step
+  static constexpr int64_t kWeightBytes = kInt8BlockStep;         // of a block for a step, as it is multiplied
+  static constexpr int64_t kStoredBytes = kWeightBytes;           // the same in memory
+  static constexpr int64_t kFetches = kStoredBytes / 128;         // how often dot() advances its prefetches
+  static constexpr int64_t kFewRowsPanel = 8 << 10;               // see Int8Stripe::multiply
+  static constexpr bool kStarts = true;                           // whether sums start from the starts of rows
+  static constexpr bool kExpands = false;                         // whether expanded() writes the weight elsewhere
   static constexpr int64_t kHalfBytes = kWeightBytes / 2;         // between kInt8VecsAtOnce vectors and the next
 
   static void pack(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
                    int32_t* starts) {
-    pack_codes(to, stride, codes, rows, starts);
+    pack_codes<Int8Form>(to, stride, codes, rows, starts);
   }
   template <int R>
   [[gnu::always_inline]] static void dot(const char* x, const char* weight, Int8Prefetch& ahead,
                                          Ints (&sums)[R][kInt8VecsAtOnce]) {
-    dot_step<R>(x, weight, ahead, sums);
+#ifdef TR_AVX512
+    if constexpr (R <= kInt8RowsInOrder) return dot_in_order<R>(x, weight, ahead, sums);
+#endif
+    dot_step<R, kInputs>(x, weight, ahead, sums);
   }
+  // Returns `steps` stored steps as they are multiplied. panel: memory for them
+  static const char* expanded(const char* stored, int64_t, char* /* panel */) { return stored; }
 
   static constexpr int kZero = kInt8Zero;  // stored code of the number 0
-#ifdef TR_AMX
-  // Returns the codes of a row in the order in which `tiles` has the inputs of a step.
+  // The codes of a row in the order in which the weight has the inputs of a step.
   static Ints in_order(Ints codes) { return codes; }
+  static constexpr int64_t place(int64_t i) { return i; }
+#ifdef TR_AMX
   // Returns `steps` steps of a block's codes as right operands of tile products.
   static const char* tiles(const char* codes, int64_t, char*) { return codes; }
 #endif
@@ -200,6 +212,7 @@ struct Int8Form {
 };
 
 struct TokenInt8Form : Int8Form {
+  using Products = TokenInt8Form;
   using Sum = Ints;
   static constexpr bool kGrouped = false;
 

@@ -41,9 +41,9 @@ static void linear_int8_vectors(const LinearArgs& args, const typename Form::Wei
   const Epilogue epilogue(args);
   const int64_t m = x.size[0], k = x.size[1];
   const bool alone = !args.scratch;
-  constexpr size_t kTotalsBytes = Int8Stripe<Form>::kTotalsBytes;
-  char* const memory = static_cast<char*>(team.scratch(kTotalsBytes + (alone ? Stripes::bytes(m, k) : 0)));
-  const Stripes stripes(m, k, alone ? memory + kTotalsBytes : args.scratch.as<char>());
+  constexpr size_t kWorking = Int8Stripe<Form>::kWorking;
+  char* const memory = static_cast<char*>(team.scratch(kWorking + (alone ? Stripes::bytes(m, k) : 0)));
+  const Stripes stripes(m, k, alone ? memory + kWorking : args.scratch.as<char>());
   stripes.quantise(x, alone ? Team(nullptr, 0, 1) : team);
   if (!alone) team.barrier();
 

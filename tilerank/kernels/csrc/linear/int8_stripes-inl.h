@@ -8,7 +8,7 @@ namespace tilerank::TR_RUNG {
 template <class Form, int R>
 [[gnu::noinline]] static void multiply_int8_step(const char* x, const char* weight, Int8Prefetch ahead, Ints* exact) {
   Ints sums[R][kInt8VecsAtOnce] = {};
-  start_sums<R>(x + R * Form::kRowCodes, sums);
+  if constexpr (Form::kStarts) start_sums<R>(x + R * Form::kRowCodes, sums);
   Form::template dot<R>(x, weight, ahead, sums);
   for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
     exact[r * kInt8VecsAtOnce] = sums[r][0];
@@ -16,15 +16,16 @@ template <class Form, int R>
   });
 }
 
-// totals[R][kInt8Vecs] += `steps` steps, from `first` on, of R rows x half `half` of the vectors of a block.
+// totals[R][kInt8Vecs] += `steps` steps, from `first` on, of R rows x half `half` of the vectors of a block. weight:
+// the codes of this half, as they are multiplied.
 template <class Form, int R>
-[[gnu::noinline]] static void multiply_int8_tile(const char* x, const typename Form::Block& block, int64_t first,
-                                                 int64_t steps, int half, Int8Prefetch ahead, Vec* totals) {
-  const char* weight = block.codes + first * Form::kWeightBytes + half * Form::kHalfBytes;
+[[gnu::noinline]] static void multiply_int8_tile(const char* x, const char* weight, const typename Form::Block& block,
+                                                 int64_t first, int64_t steps, int half, Int8Prefetch ahead,
+                                                 Vec* totals) {
   Ints exact[R * kInt8VecsAtOnce];
   for (int64_t step = first; step < first + steps; ++step, weight += Form::kWeightBytes) {
     multiply_int8_step<Form, R>(x, weight, ahead, exact);
-    ahead.at += ahead.step * (Form::kWeightBytes / 128);
+    ahead.at += ahead.step * Form::kFetches;
     const char* const starts = x + R * Form::kRowCodes;
     const auto by = block.step(step, half);
     for (int r = 0; r < R; ++r) {
@@ -38,9 +39,8 @@ template <class Form, int R>
   }
 }
 template <class Form, int R>
-[[gnu::noinline]] static void multiply_int8_tile(const char* x, const typename Form::Block& block, int64_t first,
-                                                 int64_t steps, int half, Int8Prefetch ahead, Ints* totals) {
-  const char* weight = block.codes + first * Form::kWeightBytes + half * Form::kHalfBytes;
+[[gnu::noinline]] static void multiply_int8_tile(const char* x, const char* weight, const typename Form::Block&,
+                                                 int64_t first, int64_t steps, int, Int8Prefetch ahead, Ints* totals) {
   Ints sums[R][kInt8VecsAtOnce] = {};
   if (first == 0) start_sums<R>(x + R * Form::kRowCodes, sums);
   for (int64_t step = 0; step < steps; ++step, weight += Form::kWeightBytes) {
@@ -55,11 +55,12 @@ template <class Form, int R>
 }
 
 template <class Form, int R>
-static inline void multiply_int8_rows(int64_t rows, const char* x, const typename Form::Block& block, int64_t first,
-                                      int64_t steps, int half, Int8Prefetch ahead, typename Form::Sum* totals) {
+static inline void multiply_int8_rows(int64_t rows, const char* x, const char* weight,
+                                      const typename Form::Block& block, int64_t first, int64_t steps, int half,
+                                      Int8Prefetch ahead, typename Form::Sum* totals) {
   if constexpr (R > 0) {
-    if (rows == R) return multiply_int8_tile<Form, R>(x, block, first, steps, half, ahead, totals);
-    multiply_int8_rows<Form, R - 1>(rows, x, block, first, steps, half, ahead, totals);
+    if (rows == R) return multiply_int8_tile<Form, R>(x, weight, block, first, steps, half, ahead, totals);
+    multiply_int8_rows<Form, R - 1>(rows, x, weight, block, first, steps, half, ahead, totals);
   }
 }
 
@@ -75,7 +76,10 @@ struct Int8Stripe {
 
   static constexpr int64_t kMostRows = 20 * kInt8Rows;
   static constexpr int64_t kStepBytes = Form::kRowCodes + sizeof(int32_t) + sizeof(float);  // of a row
-  static constexpr size_t kTotalsBytes = 2 * kMostRows * kInt8Vecs * sizeof(Sum);           // of two blocks
+  static constexpr int64_t kManyRowsPanel = 16 << 10;
+  // Totals of two blocks, then an expanded panel.
+  static constexpr size_t kTotals = 2 * kMostRows * kInt8Vecs;
+  static constexpr size_t kWorking = kTotals * sizeof(Sum) + (Form::kExpands ? kManyRowsPanel : 0);
 
   static int64_t row_bytes(int64_t k) { return blocks(k, Form::kInputs) * kStepBytes; }
 
@@ -95,37 +99,42 @@ struct Int8Stripe {
   }
 
   // totals[rows][kInt8Vecs] = the rows x a block. All tiles of rows are multiplied with one panel of the block, which
-  // stays in the L1 cache, while the next panel is prefetched.
-  void multiply(const Block& block, Sum* totals) const {
+  // stays in the L1 cache, while the next panel is prefetched. panel_memory: of an expanded panel
+  void multiply(const Block& block, Sum* totals, char* panel_memory) const {
     std::fill_n(totals, rows * kInt8Vecs, Sum{});
     const int64_t count = tiles(), steps = blocks(k, Form::kInputs);
-    // 16 KiB, or 8: with few rows, L1 also holds what is prefetched
-    const int64_t panel = (count > 4 ? 16 << 10 : 8 << 10) / Form::kWeightBytes;
+    // With few rows, L1 also holds what is prefetched.
+    const int64_t panel = (count > 4 ? kManyRowsPanel : Form::kFewRowsPanel) / Form::kWeightBytes;
     for (int64_t first = 0; first < steps; first += panel) {
-      const int64_t wide = std::min(panel, steps - first), bytes = wide * Form::kWeightBytes;
+      const int64_t wide = std::min(panel, steps - first), bytes = wide * Form::kStoredBytes;
+      const char* const stored = block.codes + first * Form::kStoredBytes;
+      const char* const weight = Form::expanded(stored, wide, panel_memory);
       for (int64_t tile = 0; tile < count; ++tile) {
         const int64_t own = rows_of(tile);
         const char* const x = tile_at(tile) + first * own * kStepBytes;
-        const int64_t distance = count == 1 && own <= kInt8RowsInOrder && follows_streams() ? 0 : bytes;
-        const char* const next = block.codes + first * Form::kWeightBytes + distance + bytes * tile / count;
+        const bool in_order = count == 1 && own <= kInt8RowsInOrder && follows_streams();
+        const char* const next = stored + (in_order ? 0 : std::max(bytes, kLeastAhead)) + bytes * tile / count;
         Sum* const to = totals + first_row(tile) * kInt8Vecs;
+        const int64_t fetch = blocks(Form::kStoredBytes / Form::kFetches, count);
         for (int half = 0; half < kInt8Vecs / kInt8VecsAtOnce; ++half) {
-          multiply_int8_rows<Form, kInt8Rows>(own, x, block, first, wide, half, {next, 128 / count},
-                                              to + half * kInt8VecsAtOnce);
+          multiply_int8_rows<typename Form::Products, kInt8Rows>(own, x, weight + half * Form::kHalfBytes, block, first,
+                                                                 wide, half, {next, fetch},
+                                                                 to + half * kInt8VecsAtOnce);
         }
       }
     }
   }
 
   // Computes a result of all rows from `parts` blocks (1 or 2) of a weight, from `block` on. emit(row, values, last)
-  // receives the products of a row with the first and the last of them. memory: kTotalsBytes
+  // receives the products of a row with the first and the last of them. memory: kWorking
   template <class Emit>
   void multiply(const Weight& w, int64_t block, int64_t parts, char* memory, const Emit& emit) const {
     Sum *const totals = reinterpret_cast<Sum*>(memory), *const last_totals =
                                                             totals + (parts - 1) * kMostRows * kInt8Vecs;
+    char* const panel = reinterpret_cast<char*>(totals + kTotals);
     const Block first(w, block), last(w, block + parts - 1);
-    multiply(first, totals);
-    if (parts == 2) multiply(last, last_totals);
+    multiply(first, totals, panel);
+    if (parts == 2) multiply(last, last_totals, panel);
     for (int64_t tile = 0; tile < tiles(); ++tile) {
       const int64_t begin = first_row(tile), count = rows_of(tile);
       const char* const scales = tile_at(tile) + count * (Form::kRowCodes + sizeof(int32_t));
@@ -144,6 +153,8 @@ struct Int8Stripe {
   }
 
  private:
+  static constexpr int64_t kLeastAhead = 4 << 10;  // bytes between a product and its prefetches
+
   // Quantises rows of one tile.
   template <class Input>
   void put_some(int64_t tile, Range own, const Input& input) const {

@@ -106,11 +106,11 @@ struct Int8Tiles {
     std::fill_n(totals, (band.end - band.begin) * pairs * kPairSums, 0.0f);
     char* const expanded = reinterpret_cast<char*>(totals + kStripe / 2 * kBand * kPairSums);
     const auto panel_of = [&](const Block& block, int64_t panel) {
-      return block.codes + panel * kPanel * kStepsOfTile * Form::kWeightBytes;
+      return block.codes + panel * kPanel * kStepsOfTile * Form::kStoredBytes;
     };
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t first = panel * kPanel * kStepsOfTile, count = std::min(kPanel * kStepsOfTile, steps - first);
-      const int64_t share = blocks(count * Form::kWeightBytes / 64, pairs) * 64;
+      const int64_t share = blocks(count * Form::kStoredBytes / 64, pairs) * 64;
       for (int64_t i = band.begin; i < band.end; ++i) {
         const Block block(w, i);
         const bool turns = i + 1 == band.end;
@@ -145,7 +145,8 @@ struct Int8Tiles {
         float* const to = totals + tile * kTileRows * kLanes;
 #pragma GCC unroll 16
         for (int r = 0; r < kTileRows; ++r) {
-          const Ints exact = add(load_ints(sums[tile] + r * kLanes), load_word(starts + r * 4));
+          Ints exact = load_ints(sums[tile] + r * kLanes);
+          if constexpr (Form::kStarts) exact = add(exact, load_word(starts + r * 4));
           const Vec scale = set(load_float(starts + (kTileRows + r) * 4));
           store(to + r * kLanes, by.add(tile % 2, exact, starts + r * 4, scale, load(to + r * kLanes)));
         }

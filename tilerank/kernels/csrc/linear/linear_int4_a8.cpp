@@ -26,7 +26,7 @@
 namespace tilerank::TR_RUNG {
 
 static void linear_int4_a8(const LinearArgs& args, const OutputScaledWeight& w, Team& team) {
-  with_int4_form(w, [&]<class Form>(Form) { linear_int8_vectors<Form>(args, w, team); });
+  Int4Forms::with(w, [&]<class Form>(Form) { linear_int8_vectors<Form>(args, w, team); });
 }
 TR_LINEAR(int4_a8, OutputScaledWeight, linear_int4_a8)
 

@@ -17,14 +17,14 @@ class Int8Product {
 
   static size_t bytes(const ExpertsArgs<Weight>& a) {
     const int64_t row_bytes = Stripe::row_bytes(std::max(a.hidden, a.width));
-    return Stripe::kTotalsBytes + static_cast<size_t>(Stripe::kMostRows * row_bytes);
+    return Stripe::kWorking + static_cast<size_t>(Stripe::kMostRows * row_bytes);
   }
   Int8Product(const ExpertsArgs<Weight>&, char* memory) : memory_(memory) {}
 
   template <int kParts, class Row, class To>
   void multiply(const Weight& w, int64_t k, int64_t m, Range own, const Row& row, const To& to) const {
     for (int64_t first = 0; first < m; first += Stripe::kMostRows) {
-      const Stripe stripe{memory_ + Stripe::kTotalsBytes, std::min(Stripe::kMostRows, m - first), k};
+      const Stripe stripe{memory_ + Stripe::kWorking, std::min(Stripe::kMostRows, m - first), k};
       stripe.put({0, stripe.rows}, [&](int64_t i) { return row(first + i); });
       for (int64_t result = own.begin; result < own.end; ++result) {
         const auto emit = [&](int64_t i, const Vec32& values, const Vec32& up) {

@@ -20,7 +20,7 @@ class Int8TileProduct {
 
   static size_t bytes(const ExpertsArgs<Weight>& a) {
     const int64_t k = std::max(a.hidden, a.width);
-    return std::max(Few::kTotalsBytes + static_cast<size_t>(kTileRows * Few::row_bytes(k)),
+    return std::max(Few::kWorking + static_cast<size_t>(kTileRows * Few::row_bytes(k)),
                     Many::kWorking + Many::bytes(kStripeRows, k));
   }
   Int8TileProduct(const ExpertsArgs<Weight>&, char* memory) : memory_(memory) {}
@@ -44,7 +44,7 @@ class Int8TileProduct {
 
   template <int kParts, class Row, class To>
   void multiply_few(const Weight& w, int64_t k, int64_t rows, Range own, const Row& row, const To& to) const {
-    const Few few{memory_ + Few::kTotalsBytes, rows, k};
+    const Few few{memory_ + Few::kWorking, rows, k};
     few.put({0, rows}, row);
     for (int64_t result = own.begin; result < own.end; ++result) {
       few.multiply(w, result * kParts, kParts, memory_,

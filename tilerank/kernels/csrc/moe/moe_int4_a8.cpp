@@ -20,11 +20,11 @@
 #include "linear/gemm_int4-inl.h"
 #include "linear/int8_stripes-inl.h"
 #include "moe/int8_product-inl.h"
-#include "moe/int4_product-inl.h"
+#include "moe/form_product-inl.h"
 
 namespace tilerank::TR_RUNG {
 
-TR_MOE(int4_a8, OutputScaledWeight, RowExperts<Int4Product<Int8Product> >)
+TR_MOE(int4_a8, OutputScaledWeight, RowExperts<FormProduct<Int4Forms, Int8Product> >)
 
 }  // namespace tilerank::TR_RUNG
 #endif

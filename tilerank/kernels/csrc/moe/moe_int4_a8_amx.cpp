@@ -24,11 +24,11 @@
 #include "linear/int8_stripes-inl.h"
 #include "linear/int8_tiles_amx-inl.h"
 #include "moe/int8_product_amx-inl.h"
-#include "moe/int4_product-inl.h"
+#include "moe/form_product-inl.h"
 
 namespace tilerank::TR_RUNG {
 
-TR_MOE(int4_a8, OutputScaledWeight, RowExperts<Int4Product<Int8TileProduct> >)
+TR_MOE(int4_a8, OutputScaledWeight, RowExperts<FormProduct<Int4Forms, Int8TileProduct> >)
 
 }  // namespace tilerank::TR_RUNG
 #endif
