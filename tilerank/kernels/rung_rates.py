@@ -21,7 +21,20 @@ from .graph import Graph
 from .kv_pages import PAGE_TOKENS, KVPages
 from .linear import linear
 from .weight import Format
-from .weight_formats import BlockInt8, ChannelFp8, Float, Fp8, Gguf, GroupInt8, Int4, Int4A8, Int8, Mxfp4, TokenInt8
+from .weight_formats import (
+    BlockInt8,
+    ChannelFp8,
+    Float,
+    Fp8,
+    Gguf,
+    GgufA8,
+    GroupInt8,
+    Int4,
+    Int4A8,
+    Int8,
+    Mxfp4,
+    TokenInt8,
+)
 
 Rates = Mapping[str, Mapping[str, Sequence[float]]]
 """Operations per second by kind and candidate, one for each round. Candidates are in the order in which they are
@@ -42,7 +55,7 @@ _FORMATS: tuple[Format, ...] = (
     BlockInt8(128, 128),
     ChannelFp8(),
     GroupInt8(128),
-    *(Gguf(name, 32) for name in ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q5_0", "Q6_K", "Q8_0")),
+    *(form(name, 32) for form in (Gguf, GgufA8) for name in ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q5_0", "Q6_K", "Q8_0")),
 )
 KINDS = (*(form.layout.format for form in _FORMATS), "attention")
 """What is measured. fp32 is not: its products are the same on all rungs with AVX-512."""

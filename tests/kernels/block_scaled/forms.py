@@ -75,6 +75,14 @@ def by_input(array: Tensor, group: int, k: int) -> Tensor:
     return array.double().repeat_interleave(group, 1)[:, :k]
 
 
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of the rows as float64, by definition of the format."""
+    largest = x.float().abs().amax(1, keepdim=True).clamp(min=2.0**-100)
+    ends = torch.full_like(largest, 127)  # torch rounds number / tensor twice
+    inverse, scale = ends / largest, largest / ends
+    return (x.double() * inverse.double()).round(), scale.double()  # ties to even
+
+
 def assert_close(result: Tensor, x: Tensor, values: Tensor, bias: Tensor | None = None, magnitude: float = 1.0) -> None:
     """Check the error bound of sums of k products, with codes up to `magnitude` times the values."""
     x = x.double()

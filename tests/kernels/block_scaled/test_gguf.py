@@ -1,16 +1,18 @@
-"""Products, experts and look-ups with weights in the block formats of GGUF, on every rung."""
+"""Products, experts and look-ups with weights in the block formats of GGUF, with bf16 and int8 activations, on every
+rung."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.block_scaled.forms import quantised
 from tests.loader.gguf_files import TYPES, random_blocks
 from tilerank.kernels import core
 from tilerank.kernels.linear import linear
 from tilerank.kernels.moe import moe
 from tilerank.kernels.packed_experts import PackedExperts
-from tilerank.kernels.weight_formats import Gguf
+from tilerank.kernels.weight_formats import Gguf, GgufA8
 from tilerank.kernels.weight_formats.gguf import GGUF_TYPES, GgufWeight
 from tilerank.loader.gguf.blocks import decode, dequantise
 
@@ -66,11 +68,45 @@ def test_products_and_rows_have_the_values_of_the_file(rung: str, kind: str) -> 
     assert ((of_part - x[:2, 64:256].double() @ values[:, 64:256].double().T).abs() <= 3e-6 * sizes[:2]).all()
 
 
+def int8_product(x: Tensor, kind: str, blocks: Tensor) -> Tensor:
+    """Return the float32 result of int8 activations by the definition of the format."""
+    found, parts = decode(kind, blocks), GGUF_TYPES[kind]
+    numbers = parts.numbers(found.codes).double()
+    total = torch.zeros(len(x), len(numbers))
+    for at in range(0, x.shape[1], parts.group):
+        group, block = at // parts.group, at // parts.block
+        codes, by_row = quantised(x[:, at : at + parts.group])
+        factors = [(found.scales, found.subscales, codes @ numbers[:, at : at + parts.group].T)]
+        if found.minimums is not None:
+            factors.append((found.minimums, found.subminimums, codes.sum(1, keepdim=True)))
+        for scales, subscales, sums in factors:
+            scale = scales[:, block].double() * (1 if subscales is None else subscales[:, group].double())
+            exact = (sums * by_row).float().double() * scale  # at most 20 and 24 bits, then 24 and 18
+            # a fused multiply-add
+            total = torch.from_numpy((exact.numpy().astype(np.longdouble) + total.numpy()).astype(np.float32))
+    return total
+
+
 @pytest.mark.parametrize("kind", GGUF_TYPES)
-def test_experts_are_the_same_products(rung: str, kind: str) -> None:
+def test_products_of_int8_activations_are_exact(rung: str, kind: str) -> None:
+    blocks, _ = blocks_of(kind, N, seed=2)
+    weight = GgufA8(kind, _block(kind)).empty(N, K)
+    write(weight, blocks)
+    x = torch.randn(75, K, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x[1], x[2, 100] = 0, torch.nan
+    expected = int8_product(x, kind, blocks)
+    assert expected[2].isnan().all()
+    wanted = expected.nan_to_num(1e9)
+    for m in (75, 1, 3, 9, 33):
+        assert torch.equal(torch.nan_to_num(linear(x[:m], weight, out_dtype=torch.float32), 1e9), wanted[:m]), m
+
+
+@pytest.mark.parametrize("form", [Gguf, GgufA8])
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_experts_are_the_same_products(rung: str, kind: str, form: type[Gguf]) -> None:
     experts, width = 2, 256
-    gate_up = PackedExperts.empty(experts, width, K, Gguf(kind, _block(kind)), parts=2)
-    down = PackedExperts.empty(experts, K, width, Gguf(kind, _block(kind)))
+    gate_up = PackedExperts.empty(experts, width, K, form(kind, _block(kind)), parts=2)
+    down = PackedExperts.empty(experts, K, width, form(kind, _block(kind)))
     values: list[list[Tensor]] = [[], [], []]
     for expert in range(experts):
         for part in range(2):

@@ -11,6 +11,7 @@ from matrices import inside_nan, randn
 from torch import Tensor
 from torch.nn import functional
 
+from tests.kernels.block_scaled.forms import quantised
 from tilerank.kernels import core
 from tilerank.kernels.linear import linear
 from tilerank.kernels.moe import moe, softmax_top_k
@@ -46,14 +47,6 @@ class Parts:
             sums = exact.numpy().astype(np.longdouble) + total.numpy()
             total = torch.from_numpy(sums.astype(np.float32))  # a fused multiply-add
         return total / 256
-
-
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of the rows as float64, by definition of the format."""
-    largest = x.float().abs().amax(1, keepdim=True).clamp(min=2.0**-100)
-    ends = torch.full_like(largest, 127)  # torch rounds number / tensor twice
-    inverse, scale = ends / largest, largest / ends
-    return (x.double() * inverse.double()).round(), scale.double()  # ties to even
 
 
 def fill(weight: Weight, seed: int) -> Parts:

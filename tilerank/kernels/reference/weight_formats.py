@@ -45,11 +45,19 @@ def product_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return total * scales
 
 
-def product_int4(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, step: int) -> Tensor:
-    """Return x[m, k], quantised in steps of inputs, @ ((codes[n, k] - zeros) * scales).T.
+def product_groups(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    step: int,
+    minimums: Tensor | None = None,
+) -> Tensor:
+    """Return x[m, k], quantised in steps of inputs, @ ((codes[n, k] - zeros) * scales + minimums).T.
 
-    scales, zeros: [n, groups]. The exact sums of a step are multiplied with the scale of x, then with that of the
-    weight's group, and added in fp32, step by step.
+    scales, zeros, minimums: [n, groups]. The exact sums of a step are multiplied with the scale of x, then with that of
+    the weight's group, and added in fp32, step by step; after each, so is the sum of the codes of x with the minimum.
     """
     m, k = x.shape
     rows, row_scales = quantise_rows(F.pad(x.float(), (0, -k % step)).view(-1, step))
@@ -60,6 +68,8 @@ def product_int4(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None,
         numbers = of_codes if zeros is None else of_codes - zeros[:, at, None]
         sums = (steps[:, i, : numbers.shape[1]] @ numbers.T).float()
         total = fma(sums * by_step[:, i], scales[:, at], total)
+        if minimums is not None:
+            total = fma(steps[:, i].sum(1, keepdim=True).float() * by_step[:, i], minimums[:, at], total)
     return total
 
 

@@ -11,6 +11,8 @@ from .floats import Float as Float
 from .fp8 import Fp8 as Fp8
 from .gguf import GGUF_LAYOUTS as GGUF_LAYOUTS
 from .gguf import Gguf as Gguf
+from .gguf_a8 import GGUF_A8_LAYOUTS as GGUF_A8_LAYOUTS
+from .gguf_a8 import GgufA8 as GgufA8
 from .group_int8 import GroupInt8 as GroupInt8
 from .int4 import Int4 as Int4
 from .int4_a8 import Int4A8 as Int4A8
@@ -32,5 +34,6 @@ LAYOUTS = (
     ChannelFp8.layout,
     GroupInt8.layout,
     *GGUF_LAYOUTS.values(),
+    *GGUF_A8_LAYOUTS.values(),
 )
 """The layouts of weights for which kernels are compiled."""

@@ -74,12 +74,14 @@ GGUF_TYPES = {
 """By the names of ggml."""
 
 
-def _layout(kind: str, tile_bytes: int) -> Layout:
+def gguf_layout(type: GgufType, activations: str = "") -> Layout:
+    """Return the layout of a kind of types. activations: the end of the names of kernels for other ones than bf16."""
+    tile_bytes = HALF_N * type.group * type.bits // 8
     arrays = f"values[_, _, 1, 2, {tile_bytes}]:u8 scales[_, _, _, {BLOCK_N}]:f16 subscales[_, _, _, _, {BLOCK_N}]?:i8"
-    return Layout(f"gguf_{kind}", "GgufWeight", arrays)
+    return Layout(f"gguf_{type.kind}{activations}", "GgufWeight", arrays)
 
 
-GGUF_LAYOUTS = {type.kind: _layout(type.kind, HALF_N * type.group * type.bits // 8) for type in GGUF_TYPES.values()}
+GGUF_LAYOUTS = {type.kind: gguf_layout(type) for type in GGUF_TYPES.values()}
 
 _PACK = Contract("pack_gguf: w.values codes[_, _]:u8 row:int bits:int")
 _EMBEDDING = {
@@ -120,8 +122,12 @@ class Gguf:
         return block_scaled.nbytes(self._arrays(n, k))
 
     def empty(self, n: int, k: int) -> GgufWeight:
+        return GgufWeight(*self.allocate(n, k), n, k, self)
+
+    def allocate(self, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return values, scales and subscales of zeros."""
         values, scales, *subscales = block_scaled.allocate(self._arrays(n, k))
-        return GgufWeight(values, scales, subscales[0] if subscales else None, n, k, self)
+        return values, scales, subscales[0] if subscales else None
 
     def _arrays(self, n: int, k: int) -> block_scaled.Arrays:
         check_sizes("Gguf", n, k)
@@ -210,13 +216,24 @@ class GgufWeight(block_scaled.BlockScaledWeight):
     def unpack(self) -> Tensor:
         """Return the values of weight[n, k] in float32, each rounded once."""
         parts = self.format.parts
+        scales, minimums = (
+            None if by_group is None else by_group.repeat_interleave(parts.group, 1)[:, : self.k]
+            for by_group in self.group_scales()
+        )
+        assert scales is not None
+        values = parts.numbers(self.codes()) * scales
+        return values if minimums is None else values + minimums
+
+    def group_scales(self) -> tuple[Tensor, Tensor | None]:
+        """Return the scales and the minimums of all groups, [n, groups] float32."""
+        parts = self.format.parts
         kinds = list(self.scales.unbind(2))
         factors: list[Tensor | None] = [None, None]
         if self.subscales is not None:
             both = self.subscales.unbind(3)
             factors = [both[0] & 15, both[0] >> 4 & 15] if parts.bits == 2 else [*both, None]
-        values = parts.numbers(self.codes()) * self._by_input(kinds[0], factors[0])
-        return values + self._by_input(kinds[1], factors[1]) if parts.minimums else values
+        minimums = self._by_group(kinds[1], factors[1]) if parts.minimums else None
+        return self._by_group(kinds[0], factors[0]), minimums
 
     def codes(self) -> Tensor:
         """Return the codes, [n, k] uint8."""
@@ -227,14 +244,12 @@ class GgufWeight(block_scaled.BlockScaledWeight):
             return unpack_bytes(self.values, self.n, self.k)
         return _unpack_planes(self.values, parts.bits, parts.group)[: self.n, : self.k]
 
-    def _by_input(self, scales: Tensor, factors: Tensor | None) -> Tensor:
-        """Expand [blocks, blocks of inputs, 32] with its factors to [n, k]."""
+    def _by_group(self, scales: Tensor, factors: Tensor | None) -> Tensor:
+        """Return scales [blocks, blocks of inputs, 32] times their factors as [n, groups]."""
         numbers = scales.float()[:, :, None]
         if factors is not None:
             numbers = numbers * factors.float()
-        plain = numbers.flatten(1, 2).transpose(1, 2).flatten(0, 1)[: self.n]
-        each = self.format.block // numbers.shape[2]
-        return plain.repeat_interleave(each, 1)[:, : self.k]
+        return numbers.flatten(1, 2).transpose(1, 2).flatten(0, 1)[: self.n]
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         """Return rows [t, k] of the weight in bfloat16 for ids[t] int64; ids outside [first_row, first_row + n) give

@@ -56,7 +56,8 @@ class Int4A8Weight(Int4Weight):
         zeros = None if self.zeros is None else self._by_group(self.zeros)
         scales = self._by_group(self.scales).float()
         return (
-            reference.product_int4(x, self.codes(), scales, zeros, self.format.group or self.k, self._step) * SCALE_UNIT
+            reference.product_groups(x, self.codes(), scales, zeros, self.format.group or self.k, self._step)
+            * SCALE_UNIT
         )
 
     def _by_group(self, array: Tensor) -> Tensor:

@@ -1,23 +1,7 @@
 // The block formats of GGUF (gguf.h) for the micro-kernels of block_scaled_rows-inl.h, compiled once per rung (no
-// include guard; include after block_scaled_formats-inl.h).
+// include guard; include after block_scaled_formats-inl.h and gguf_scales-inl.h).
 
 namespace tilerank::TR_RUNG {
-
-// kLanes unsigned bytes or halves in words.
-static inline Ints widen_bytes(const void* p) {
-#ifdef TR_AVX512
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-#else
-  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
-#endif
-}
-static inline Ints widen_halves(const void* p) {
-#ifdef TR_AVX512
-  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
-#else
-  return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-#endif
-}
 
 // Two vectors of numbers that are exact in bf16 as the weights of a pair of inputs.
 static inline Pair pair_of(Vec even, Vec odd) {
@@ -28,60 +12,16 @@ static inline Pair pair_of(Vec even, Vec odd) {
 #endif
 }
 
-// Scales of one or two levels, and minimums. kMiddle: the code that stands for 0 if there are no minimums. kNibbles:
-// subscales and subminimums share a byte.
+// kMiddle: the code that stands for 0 if there are no minimums. kNibbles: as in GgufFactors.
 template <int kMiddle, bool kNibbles>
-struct GgufScales : PackedValues {
+struct GgufScales : PackedValues, GgufFactors<kNibbles> {
   using Weight = GgufWeight;
   static constexpr bool kMayHaveZeros = kMiddle != 0, kMayHaveMinimums = true;
-  const int64_t scale_blocks, groups, kinds, subkinds;  // blocks of a row, groups of a block; 2: with minimums
-  const f16* const scales;
-  const int8_t* const subscales;
 
-  explicit GgufScales(const Weight& w)
-      : PackedValues(w.values),
-        scale_blocks(w.scales.size[1]),
-        groups(w.groups()),
-        kinds(w.scales.size[2]),
-        subkinds(w.subscales ? w.subscales.size[3] : 0),
-        scales(w.scales.as<const f16>()),
-        subscales(w.subscales ? w.subscales.as<const int8_t>() : nullptr) {}
+  explicit GgufScales(const Weight& w) : PackedValues(w.values), GgufFactors<kNibbles>(w) {}
 
-  Vec scale(int64_t block, int64_t k_block, int64_t v) const {
-    const Vec scale = load(scales + place(block, k_block) + v * kLanes);
-    if (!subscales) return scale;
-    const int8_t* const at = subscales + subplace(block, k_block) + v * kLanes;
-    if constexpr (kNibbles) return scale * to_vec(both(widen_bytes(at), words(15)));
-    return scale * load(at);
-  }
-
-  bool has_zeros() const { return kMiddle != 0 && kinds == 1; }
+  bool has_zeros() const { return kMiddle != 0 && !this->has_minimums(); }
   Vec negative_zero(int64_t, int64_t, int64_t) const { return set(-kMiddle); }
-
-  bool has_minimums() const { return kinds == 2; }
-  Vec minimum(int64_t block, int64_t k_block, int64_t v) const {
-    const Vec minimum = load(scales + place(block, k_block) + kBlockN + v * kLanes);
-    if (!subscales) return minimum;
-    const int8_t* const at = subscales + subplace(block, k_block) + v * kLanes;
-    if constexpr (kNibbles) return minimum * to_vec(shift_down<4>(widen_bytes(at)));
-    return minimum * load(at + kBlockN);
-  }
-
-  // Prefetches what scale() and minimum() read.
-  void fetch_scales(int64_t block, int64_t k_block) const {
-    const f16* const scale = scales + place(block, k_block);
-    _mm_prefetch(reinterpret_cast<const char*>(scale), _MM_HINT_T1);
-    if (kinds == 2) _mm_prefetch(reinterpret_cast<const char*>(scale + kBlockN), _MM_HINT_T1);
-    if (subscales) _mm_prefetch(reinterpret_cast<const char*>(subscales + subplace(block, k_block)), _MM_HINT_T1);
-  }
-
- private:
-  int64_t place(int64_t block, int64_t k_block) const {
-    return (block * scale_blocks + (groups == 1 ? k_block : k_block / groups)) * kinds * kBlockN;
-  }
-  int64_t subplace(int64_t block, int64_t k_block) const {
-    return (block * scale_blocks * groups + k_block) * subkinds * kBlockN;
-  }
 };
 
 // Codes of 2, 3, 5 and 6 bits.

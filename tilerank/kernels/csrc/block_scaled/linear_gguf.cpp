@@ -9,6 +9,7 @@
 #include "simd/foreach_isa.h"
 #else
 #include "block_scaled/linear_block_scaled-inl.h"
+#include "block_scaled/gguf_scales-inl.h"
 #include "block_scaled/gguf_formats-inl.h"
 
 namespace tilerank::TR_RUNG {

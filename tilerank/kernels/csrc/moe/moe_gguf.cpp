@@ -10,6 +10,7 @@
 #include "simd/foreach_isa.h"
 #else
 #include "moe/block_scaled_product-inl.h"
+#include "block_scaled/gguf_scales-inl.h"
 #include "block_scaled/gguf_formats-inl.h"
 
 namespace tilerank::TR_RUNG {
