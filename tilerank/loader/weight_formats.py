@@ -10,6 +10,7 @@ from tilerank.kernels.weight_formats import (
     Format,
     Fp8,
     Gguf,
+    GgufA8,
     GroupInt8,
     Int4,
     Int4A8,
@@ -34,6 +35,7 @@ from .quantization_config import (
 _FP8_GROUP = 128  # of what is quantised while loading
 _FP8_BLOCK = (32, 128)  # the smallest number of rows that the kernels have blocks of
 _INT4: dict[ActivationBits, type[Int4]] = {8: Int4A8, 16: Int4}
+_GGUF: dict[ActivationBits, type[Gguf]] = {8: GgufA8, 16: Gguf}
 
 
 def weight_formats(
@@ -45,8 +47,8 @@ def weight_formats(
     """Return the formats of a model's weights; None if all are floats of `dtype`.
 
     stored: how the checkpoint is quantised, if it is. quantization: what the command asks for; a quantised checkpoint
-    needs none. activation_bits: of the activations that int4 weights are multiplied with. Raises ConfigError as
-    `check_agreement` does.
+    needs none. activation_bits: of the activations that int4 weights and those of GGUF files are multiplied with.
+    Raises ConfigError as `check_agreement` does.
     """
     check_agreement(stored, quantization, str(dtype).removeprefix("torch."), activation_bits)
     if stored is not None and stored.scheme.layout == "gguf" and dtype is torch.float32:
@@ -85,7 +87,7 @@ def stored_format(scheme: Scheme, activation_bits: ActivationBits = DEFAULT_ACTI
     if scheme.layout == "mxfp4" or scheme.type == "MXFP4":
         return Mxfp4()
     if scheme.layout == "gguf":
-        return Gguf(scheme.type, columns)
+        return _GGUF[activation_bits](scheme.type, columns)
     # Larger groups are held as several with the same scale, unless there is one alone.
     group = max(size for size in INT4_GROUPS if columns % size == 0) if columns else 0
     return (_INT4[activation_bits] if scheme.bits == 4 else GroupInt8)(group, zero_points=not scheme.symmetric)

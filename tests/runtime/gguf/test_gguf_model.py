@@ -21,11 +21,13 @@ from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.rank.registry import build_model
 
 IDS = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-DTYPES = ["float32", "bfloat16"]
+DTYPES = ["float32", "bfloat16", "bfloat16"]
+ACTIVATION_BITS = [16, 16, 8]
 
 
-def logits(model: Path, tp: int, dtypes: list[str]) -> list[np.ndarray]:
-    kwargs = {"model": str(model), "dtypes": dtypes, "ids": IDS}
+def logits(model: Path, tp: int, forms: int = len(DTYPES)) -> list[np.ndarray]:
+    """Return the logits of the first forms, each a dtype and the bits of activations."""
+    kwargs = {"model": str(model), "dtypes": DTYPES[:forms], "activation_bits": ACTIVATION_BITS[:forms], "ids": IDS}
     return [np.array(flat) for flat in run_ranks(tp, "tests.runtime.gguf.tiny_llama:score", kwargs=kwargs)[0]]
 
 
@@ -36,12 +38,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 def test_logits_are_those_of_the_stored_values(models: tuple[Path, Path, Path]) -> None:
     file, directory, _ = models
-    exact, rounded = logits(directory, 1, DTYPES)
+    exact, rounded = logits(directory, 1, forms=2)
     error_of_bf16 = np.abs(rounded - exact).mean()
     for tp in (1, 3):
-        plain, blocks = logits(file, tp, DTYPES)
+        plain, blocks, quantised = logits(file, tp)
         assert np.abs(plain - exact).max() <= 1e-4, tp
         assert np.abs(blocks - exact).mean() <= error_of_bf16, tp  # which rounds the weights, too
+        # Codes have 7 bits below the largest of a group, bf16 numbers 8 below each.
+        assert np.abs(quantised - exact).mean() <= 4 * error_of_bf16, tp
 
 
 def quantised(model_dir: Path, calibration: Path) -> dict[str, Tensor]:

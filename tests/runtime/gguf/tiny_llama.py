@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from tests.loader.gguf_files import BLOCKS, TYPES, random_blocks, write_gguf
 from tilerank.loader.gguf.blocks import dequantise
+from tilerank.loader.quantization_config import ActivationBits
 from tilerank.parallel.join import Team
 from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.protocol.prompt import Prompt
@@ -91,11 +92,14 @@ def make(folder: Path) -> tuple[Path, Path, Path]:
     return file, directory, of_floats
 
 
-def score(team: Team, *, model: str, dtypes: list[str], ids: list[int]) -> list[list[float]] | None:
-    """Return, on rank 0, the logits of each dtype, flat."""
+def score(
+    team: Team, *, model: str, dtypes: list[str], activation_bits: list[ActivationBits], ids: list[int]
+) -> list[list[float]] | None:
+    """Return, on rank 0, the logits of each dtype with its activation bits, flat."""
     found = []
-    for dtype in dtypes:
-        worker = Worker(Path(model), team, RankConfig(dtype=getattr(torch, dtype), max_total_tokens=512))
+    for dtype, bits in zip(dtypes, activation_bits, strict=True):
+        config = RankConfig(dtype=getattr(torch, dtype), max_total_tokens=512, activation_bits=bits)
+        worker = Worker(Path(model), team, config)
         if team.group.rank:
             worker.follow()
             continue

@@ -86,8 +86,10 @@ class Worker:
         if self._model.whole_texts and self.card.context_length > PREFILL_CHUNK:
             self.card = replace(self.card, context_length=PREFILL_CHUNK)
         products = None
-        if held_codes(self.card.quantization, config.quantization) == "int4":
-            products = f"int4 weights are multiplied with activations of {config.activation_bits} bits"
+        codes = held_codes(self.card.quantization, config.quantization)
+        if formats is not None and codes in ("int4", "gguf"):
+            name = "GGUF" if codes == "gguf" else codes
+            products = f"{name} weights are multiplied with activations of {config.activation_bits} bits"
         notes = (*self.card.overruled, products, long_factors_note(self.card.text, self.card.context_length))
         for note in filter(None, notes if group.rank == 0 else ()):
             log.info(note)
