@@ -15,16 +15,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from ipaddress import ip_address
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilerank.loader.card import ModelCard, read_card
-from tilerank.loader.generation_config import SamplingDefaults, read_sampling_defaults
-from tilerank.loader.quantization_config import held_codes
-from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 from tilerank.runtime.server.link.handover import connect, connections
 
 from .. import logs
@@ -34,7 +28,7 @@ from ..host.placement import divide_placement
 from ..host.topology import read_topology
 from ..logs import say
 from ..options import model
-from ..options.arguments import seconds, template_variables, whole_number
+from ..options.arguments import seconds, whole_number
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
 from ..processes.status import Reached, StatusPipe
@@ -43,10 +37,9 @@ from ..ranks import ranks_table, start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import Identity, identify
 from ..ranks.start import HostRanks
-from ..serving import media_options
 from ..serving.server_supervisor import ServerSupervisor
+from . import engine
 from .doctor import own_version
-from .generate import GenerateJob
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
@@ -84,13 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
     )
     http.add_argument(
-        "--default-chat-template-kwargs",
-        type=template_variables,
-        default={},
-        metavar="JSON",
-        help="variables of the chat template that requests leave out, such as a fixed date of gpt-oss",
-    )
-    http.add_argument(
         "--max-queued-requests",
         type=whole_number(1),
         default=1024,
@@ -124,9 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest wait for answers that are under way when the server is told to stop "
         f"(default: {TERMINAL_DRAIN_S:g} on a terminal, {DRAIN_S:g} elsewhere); told again, it ends at once",
     )
-    media_options.add_arguments(parser)
-    model.add_arguments(parser)
-    start.add_arguments(parser)
+    engine.add_arguments(parser)
     group = parser.add_argument_group("replicas")
     group.add_argument(
         "--dp",
@@ -218,18 +202,11 @@ def _leading(ranks: HostRanks, control: int) -> list[ProcessSpec]:
     return ranks.specs({CONTROL: control})
 
 
-class ServeJob(GenerateJob):
+class ServeJob(engine.EngineJob):
     """The job of the ranks of `serve`."""
 
-    BESIDE_BYTES = HTTP_PROCESS_BYTES
-
     def prepare(self) -> None:
-        from tilerank.loader.tokenizer import Tokenizer
-        from tilerank.runtime.media.registry import check_pairs, load_processor
-
-        check_pairs(model.checked_card(self._args, self._model_dir))
-        media_options.check(self._args, load_processor(self._model_dir, Tokenizer(self._model_dir)))
-        read_sampling_defaults(self._model_dir)
+        super().prepare()
         if CONTROL not in os.environ:
             self.listener = _listen(self._args.host, self._args.port)
             host, port = self.listener.getsockname()[:2]
@@ -245,7 +222,6 @@ class ServeJob(GenerateJob):
 
     def build(self, team: Team, own: RankPlacement) -> Worker:
         worker = super().build(team, own)
-        self._ranks = ranks_table.gather(team.group, own, worker)
         if own.rank == 0:
             say(ranks_table.render(self._ranks, worker.cache_tokens, worker.states))
         # The HTTP process gets these signals as well: it answers what is under way and closes, which ends the ranks.
@@ -332,37 +308,24 @@ def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Seque
 
 def _run_http_process(args: argparse.Namespace) -> int:
     from tilerank.loader.tokenizer import Tokenizer
-    from tilerank.runtime.media.registry import family_of, load_processor, with_options
-    from tilerank.runtime.protocol.speech_settings import voices_of
-    from tilerank.runtime.server.apis.service import ServerSettings
-    from tilerank.runtime.server.chat.formats import answer_format
 
     from ..serving.grammar_trial import GrammarTrial
     from ..serving.http_process import Http, run
+    from ..serving.settings import server_settings
     from ..serving.text_processes import TextProcesses
 
     logs.configure(0, args.log_level, prefix=False)
-    model_dir = model.model_directory(args)
-    tokenizer = Tokenizer(model_dir)
+    tokenizer = Tokenizer(model.model_directory(args))
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
-    options = model.model_options(args)
-    card = with_options(read_card(model_dir), options.family)
-    family = family_of(card.model_type)
-    about = ServerSettings(
-        args.served_model_name or model_dir.resolve().name,
-        own_version() or "unknown",
-        args.api_key or os.environ.get(API_KEY) or None,
-        _sampling(model_dir),
-        answer_format(tokenizer, family.tool_calls),
-        GrammarTrial(model_dir).check,
-        media_options.media_reader(args, load_processor(model_dir, tokenizer)),
+    about = server_settings(
+        args,
+        tokenizer,
         TextProcesses(tokenizer),
-        _weights(options, card),
-        voices_of(card),
-        args.default_chat_template_kwargs,
-        card.pooling,
-        family.pairs,
-        args.strict_fields,
+        GrammarTrial(tokenizer.model_dir).check,
+        name=args.served_model_name or tokenizer.model_dir.resolve().name,
+        version=own_version() or "unknown",
+        api_key=args.api_key or os.environ.get(API_KEY) or None,
+        strict_fields=args.strict_fields,
     )
     status = StatusPipe.inherited()
     status.send(Reached("listening"))
@@ -383,18 +346,3 @@ def _access(args: argparse.Namespace, listener: socket.socket) -> Access:
     hosts = args.allowed_hosts or (() if loopback else None)
     names = None if hosts is None else tuple(name.lower() for name in hosts)
     return Access(names, tuple(args.cors_origins or ()))
-
-
-def _weights(options: model.ModelOptions, card: ModelCard) -> str:
-    """Return the format in which ranks hold the projections, for the status page."""
-    floats = card.dtype if options.dtype == "auto" else options.dtype
-    return held_codes(card.quantization, options.quantization) or ("float32" if floats == "float32" else "bfloat16")
-
-
-def _sampling(model_dir: Path) -> SamplingDefaults:
-    """Return what generation_config.json advises, and log what of it differs from the defaults."""
-    advised, plain = read_sampling_defaults(model_dir), asdict(SamplingDefaults())
-    found = ", ".join(f"{name} {value:g}" for name, value in asdict(advised).items() if value != plain[name])
-    if found:
-        log.info("requests that do not say otherwise are sampled as generation_config.json advises: %s", found)
-    return advised

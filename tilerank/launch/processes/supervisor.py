@@ -49,10 +49,21 @@ class WatchedConditions:
 
 
 def supervise(specs: Sequence[ProcessSpec], watch: WatchedConditions, *, end_s: float = END_S) -> int:
-    """Run one group to its end and return the exit status for the command.
+    """Run one group to its end, as `run_group` does, and return the exit status for the command.
 
-    `end_s`: seconds that the processes get to exit in when the user requests the end. The sentence about the first
-    failure goes to stderr. Raises LaunchError if a process cannot be started.
+    The sentence about the first failure goes to stderr.
+    """
+    outcome = run_group(specs, watch, end_s=end_s)
+    if outcome.sentence is not None:
+        say(f"tilerank: error: {outcome.sentence}")
+    return outcome.status
+
+
+def run_group(specs: Sequence[ProcessSpec], watch: WatchedConditions, *, end_s: float = END_S) -> Outcome:
+    """Run one group to its end and return how it ended.
+
+    `end_s`: seconds that the processes get to exit in when the user requests the end. Raises LaunchError if a process
+    cannot be started.
     """
     signals = 0
 
@@ -70,9 +81,7 @@ def supervise(specs: Sequence[ProcessSpec], watch: WatchedConditions, *, end_s: 
         group.kill()
         loop.close()
     assert group.outcome is not None
-    if group.outcome.sentence is not None:
-        say(f"tilerank: error: {group.outcome.sentence}")
-    return group.outcome.status
+    return group.outcome
 
 
 def cause(failures: Sequence[Failure]) -> Outcome:

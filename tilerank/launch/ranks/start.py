@@ -195,11 +195,21 @@ def start_ranks(args: argparse.Namespace, identity: Identity) -> int:
 
     Raises LaunchError for what cannot be placed, bound or started.
     """
+    return supervise(own_ranks(args, identity).specs(), watched_conditions(args))
+
+
+def own_ranks(args: argparse.Namespace, identity: Identity) -> "HostRanks":
+    """Return the ranks of this host, which the command line `args.argv` starts. Raises LaunchError for what cannot be
+    placed."""
     machine = read_topology()
     size, here = host_ranks(args, own_topology(args, identity, machine))
-    ranks = HostRanks(args, size, here, own_placement(args, identity, machine, len(here)))
-    watch = WatchedConditions(cgroup.oom_kills, max(joining_s(args), answer_s(args)))
-    return supervise(ranks.specs(), watch)
+    return HostRanks(args, size, here, own_placement(args, identity, machine, len(here)))
+
+
+def watched_conditions(args: argparse.Namespace) -> WatchedConditions:
+    """Return what a supervisor watches beside the ends of ranks. A rank that is stopped counts as failed once the
+    others have waited for it."""
+    return WatchedConditions(cgroup.oom_kills, max(joining_s(args), answer_s(args)))
 
 
 def _check_memory(ranks: int) -> None:

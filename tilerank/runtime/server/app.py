@@ -108,6 +108,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
             Exception: _handle_unexpected,
         },
     )
+    app.state.service = service
     app.state.metrics = service.metrics
     app.state.memory = service.memory
     return app

@@ -1,0 +1,116 @@
+"""The ranks of a process that sends them requests itself: of `LLM` in Python, and of `tilerank batch`.
+
+That process starts this module's command, which is not for users, with one end of a socket (offline/engine.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from tilerank.loader.generation_config import read_sampling_defaults
+from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
+
+from ..errors import USER_ERRORS
+from ..logs import say
+from ..offline.link import LINK, PARENT
+from ..options import model
+from ..options.arguments import template_variables
+from ..processes.process import die_with
+from ..processes.status import ErrorReport, StatusPipe
+from ..processes.supervisor import Outcome, run_group
+from ..ranks import ranks_table, start
+from ..ranks.rank import run_rank
+from ..ranks.rendezvous import Identity, identify
+from ..serving import media_options
+from .generate import GenerateJob
+
+if TYPE_CHECKING:
+    from tilerank.parallel.join import Team
+    from tilerank.runtime.rank.worker import Worker
+
+    from ..host.placement import Placement, RankPlacement
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model, of its ranks, and of what becomes a prompt."""
+    parser.add_argument_group("chat template").add_argument(
+        "--default-chat-template-kwargs",
+        type=template_variables,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template that requests leave out, such as a fixed date of gpt-oss",
+    )
+    media_options.add_arguments(parser)
+    model.add_arguments(parser)
+    start.add_arguments(parser)
+
+
+def is_rank(args: argparse.Namespace) -> bool:
+    """Return whether this process, or the ranks that it starts, only serves another one, which sends the requests.
+
+    That is a process which this other one has started, every process but that of rank 0 under another launcher, and
+    every host but the first with --nnodes.
+    """
+    return LINK in os.environ or identify(os.environ).rank > 0 or bool(args.node_rank)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the ranks until the process that sends requests closes its end of the socket."""
+    start.check_arguments(args)
+    identity = identify(os.environ)
+    if identity.launcher != "tilerank" and PARENT in os.environ:
+        die_with(int(os.environ[PARENT]))
+    if not start.ours_to_start(args, identity):
+        return run_rank(identity, args, EngineJob(args))
+    status = StatusPipe.inherited()
+    outcome = _outcome(args, identity)
+    if status.connected and outcome.sentence is not None:
+        status.send(ErrorReport(outcome.sentence, consequence=False))
+    elif outcome.sentence is not None:
+        say(f"tilerank: error: {outcome.sentence}")
+    return outcome.status
+
+
+def _outcome(args: argparse.Namespace, identity: Identity) -> Outcome:
+    try:
+        ranks = start.own_ranks(args, identity)
+        link = {LINK: int(os.environ[LINK])} if 0 in ranks.here else {}
+        return run_group(ranks.specs(link), start.watched_conditions(args))
+    except USER_ERRORS as e:
+        return Outcome(1, str(e))
+
+
+class EngineJob(GenerateJob):
+    """The job of ranks whose requests come over a socket."""
+
+    BESIDE_BYTES = HTTP_PROCESS_BYTES
+
+    def prepare(self) -> None:
+        check_model(self._args)
+
+    def build(self, team: Team, own: RankPlacement) -> Worker:
+        worker = super().build(team, own)
+        self._ranks = ranks_table.gather(team.group, own, worker)
+        return worker
+
+    def lead(self, worker: Worker, size: int, placement: Placement) -> None:
+        from tilerank.runtime.lead.engine import Engine
+        from tilerank.runtime.server.link.engine_loop import serve_connections
+
+        engine = Engine(worker, self._options.mm_cache_bytes)
+        serve_connections(engine, [socket.socket(fileno=int(os.environ[LINK]))], self._ranks)
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Refuse a model that the options do not fit, before anything expensive."""
+    from tilerank.loader.tokenizer import Tokenizer
+    from tilerank.runtime.media.registry import check_pairs, load_processor
+
+    model_dir = model.model_directory(args)
+    check_pairs(model.checked_card(args, model_dir))
+    media_options.check(args, load_processor(model_dir, Tokenizer(model_dir)))
+    read_sampling_defaults(model_dir)
+

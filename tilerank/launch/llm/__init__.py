@@ -1,0 +1,1 @@
+"""Models in Python: `from tilerank import LLM, SamplingParams`."""
