@@ -15,7 +15,7 @@ from typing import TextIO
 from .commands.doctor import own_version
 from .errors import USER_ERRORS
 from .logs import drain, never_block, say
-from .options.arguments import Parser, parse, with_config
+from .options.arguments import Parser, UsageError, parse, with_config
 from .options.hub import find_model
 
 COMMANDS = {
@@ -27,6 +27,8 @@ COMMANDS = {
     "doctor": "report what this machine offers and what is wrong with it",
     "bench": "measure this machine and the model on it",
 }
+INTERNAL = "engine"
+"""The command with which a process starts ranks for itself. Lists of commands leave it out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,11 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     try:
-        command, args = _parse(argv)
+        command, args = parse_command(argv)
         status = int(command.run(args))
         if sys.stdout is not None:
             sys.stdout.flush()  # here an error becomes a sentence; at exit the interpreter would print a traceback
         return status
+    except UsageError as e:
+        say(f"tilerank: error: {e}")
+        return 2
     except USER_ERRORS as e:
         say(f"tilerank: error: {e}")
         return 1
@@ -68,8 +73,9 @@ def _run(argv: list[str]) -> int:
         return 130
 
 
-def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """Return the subcommand's module and its arguments, in which an id on the hub has become a directory."""
+def parse_command(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """Return the subcommand's module and its arguments, in which an id on the hub has become a directory. Raises
+    LaunchError for those that cannot be used."""
     parser = _parser(argv[:1])
     argv = with_config(argv)
     for argument in argv:
@@ -98,6 +104,8 @@ def _parser(commands: Sequence[str]) -> Parser:
                 "--config", metavar="FILE", help="YAML with options, which the command line overrides"
             )
             _module(name).add_arguments(subparser)
+    if INTERNAL in commands:
+        _module(INTERNAL).add_arguments(subparsers.add_parser(INTERNAL))
     return parser
 
 

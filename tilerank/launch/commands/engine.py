@@ -113,4 +113,3 @@ def check_model(args: argparse.Namespace) -> None:
     check_pairs(model.checked_card(args, model_dir))
     media_options.check(args, load_processor(model_dir, Tokenizer(model_dir)))
     read_sampling_defaults(model_dir)
-

@@ -44,7 +44,10 @@ class SamplingParams:
     def fields(self) -> dict[str, Any]:
         """Return the fields of a request for a completion (runtime/server/apis/completions/body.py)."""
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-        return given | {"max_tokens": MAX_TOKENS if self.max_tokens is None else self.max_tokens}
+        return given | {
+            "max_tokens": MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            "return_token_ids": True,
+        }
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of a request for the answer to a chat, which spells some differently."""

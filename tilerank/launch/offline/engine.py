@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -72,15 +72,18 @@ class OfflineEngine:
             self.close()
             raise
 
-    def run(self, jobs: Iterable[Coroutine[Any, Any, None]], show: Callable[[], None] = lambda: None) -> None:
-        """Run requests, as `run_all` does. Ctrl-C cancels them. show: is called in this thread until they are done.
+    def run(
+        self, items: Iterable[T], run: Callable[[T], Awaitable[None]], show: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run a request for each item, as `run_all` does. Ctrl-C cancels them. show: is called in this thread until all
+        are done.
 
         Raises RequestError for the first one that cannot run, and EngineError if the ranks have ended.
         """
         if self._loop.is_closed():
             raise EngineError("the model is closed; expected one that runs")
         try:
-            self._call(run_all(self.client, jobs), show)
+            self._call(run_all(self.client, items, run), show)
         except EngineGoneError as e:
             raise self._call(self._failure()) from e
         except ApiError as e:

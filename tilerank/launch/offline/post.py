@@ -2,8 +2,11 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import ASGIApp, Message
+
+from tilerank.runtime.server.http.errors import ApiError
 
 
 @dataclass
@@ -47,3 +50,9 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     }
     await app(scope, exchange.receive, exchange.send)
     return exchange.status, bytes(exchange.sent)
+
+
+def api_error(status: int, answer: dict[str, Any]) -> ApiError:
+    """Return the error that a response with this status has."""
+    error = answer["error"]
+    return ApiError(status, error["message"], param=error["param"], code=error["code"])

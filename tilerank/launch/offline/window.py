@@ -1,8 +1,8 @@
 """Runs many requests, a bounded number at a time, so that their prompts need not all be in memory."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 from tilerank.runtime.protocol.sizes import MAX_RUNNING
 from tilerank.runtime.server.link.client import EngineClient, OverloadedError
@@ -11,31 +11,32 @@ REQUESTS = MAX_RUNNING + 64
 """Requests under way: those that an engine runs, and some that wait for its next step."""
 FULL_S = 0.05
 """Between two looks at a queue that is full."""
+T = TypeVar("T")
 
 
-async def run_all(client: EngineClient, jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all of `jobs`, each of which is one request to `client`. The first one that fails cancels the others, and
-    its exception is raised. Raises EngineGoneError if the engine has ended."""
+async def run_all(client: EngineClient, items: Iterable[T], run: Callable[[T], Awaitable[None]]) -> None:
+    """Run a request to `client` for each item. The first one that fails cancels the others, and its exception is
+    raised. Raises EngineGoneError if the engine has ended."""
     room = asyncio.Semaphore(REQUESTS)
 
-    async def run(job: Coroutine[Any, Any, None]) -> None:
+    async def run_one(item: T) -> None:
         try:
-            await job
+            await run(item)
         finally:
             room.release()
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for job in jobs:
-                tasks.create_task(run(job))
+            for item in items:
                 await room.acquire()
+                tasks.create_task(run_one(item))
                 await _queue_room(client)
     except ExceptionGroup as e:
         raise e.exceptions[0] from None
 
 
 async def _queue_room(client: EngineClient) -> None:
-    """Wait until another request may be queued. The job that was created last gets its turn first."""
+    """Wait until another request may be queued. The task that was created last runs first."""
     await asyncio.sleep(0)
     while True:
         try:

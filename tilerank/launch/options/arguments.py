@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import LaunchError
-from ..logs import say
 
 OTHER_NAMES = {
     "--ctx-size": "--context-length",
@@ -24,12 +23,15 @@ OTHER_NAMES = {
 """Options of other programs, and the name of the same thing here."""
 
 
+class UsageError(LaunchError):
+    """A command line that cannot be parsed."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Prints one sentence for an error. The usage of a command with many options would hide it."""
+    """Raises UsageError with one sentence. The usage of a command with many options would hide it."""
 
     def error(self, message: str) -> NoReturn:
-        say(f"tilerank: error: {message} ({self.prog} --help)")
-        raise SystemExit(2)
+        raise UsageError(f"{message} ({self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Name the nearest subcommand for one that does not exist."""
@@ -39,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse `argv`. Exits with a sentence, as `Parser.error`, that names the subcommand and the nearest option."""
+    """Parse `argv`. Raises UsageError, which names the subcommand and the nearest option."""
     args, unknown = parser.parse_known_args(argv)
     if not unknown:
         return args
@@ -84,7 +86,9 @@ def with_config(argv: Sequence[str]) -> list[str]:
         found = _read_config(Path(path))
         model = found.pop("model", None)
         positional += [] if model is None else [str(model)]
-        options += [argument for key, value in found.items() for argument in _as_arguments(path, key, value)]
+        options += [
+            argument for key, value in found.items() for argument in as_arguments(f"--config: {path}", key, value)
+        ]
     return [*rest[:1], *positional, *options, *rest[1:]]
 
 
@@ -102,7 +106,8 @@ def _read_config(path: Path) -> dict[str, object]:
     return content
 
 
-def _as_arguments(path: str, key: str, value: object) -> list[str]:
+def as_arguments(where: str, key: str, value: object) -> list[str]:
+    """Return the arguments of an option. where: the place of the value, for the LaunchError about a wrong one."""
     option = f"--{key.replace('_', '-')}"
     if value is True:
         return [option]
@@ -110,7 +115,7 @@ def _as_arguments(path: str, key: str, value: object) -> list[str]:
         return []
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(v, str | int | float) for v in values):
-        raise LaunchError(f"--config: {path}: {key}: expected text, a number, true, false or a list of these")
+        raise LaunchError(f"{where}: {key}: expected text, a number, true, false or a list of these")
     return [f"{option}={v}" for v in values]
 
 
