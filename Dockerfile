@@ -15,7 +15,7 @@ ENV HF_HOME=/home/tilerank/models
 RUN mkdir $HF_HOME
 VOLUME /home/tilerank/models
 EXPOSE 8000
-# The HTTP process answers /version by itself: ranks that load or restart are no reason to end the container.
-HEALTHCHECK --start-period=30s CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/version', timeout=5)"]
+# Reads --host and --port from the command line of process 1.
+HEALTHCHECK --start-period=30s CMD ["python", "-m", "tilerank.launch.health", "1"]
 # docker run -p 8000:8000 -v models:/home/tilerank/models tilerank Qwen/Qwen3-0.6B --tp auto
 ENTRYPOINT ["tilerank", "serve", "--host", "0.0.0.0"]

@@ -147,7 +147,9 @@ def serve(image: Stage, entry: str, health: str) -> None:
                 line = server.stderr.readline()
                 assert line, said
                 said += line
-            image.run(*json.loads(health.partition("CMD ")[2]))
+            *check, pid = json.loads(health.partition("CMD ")[2])
+            assert pid == "1"  # of the server, which here is a process of many
+            image.run(*check, str(server.pid))
             server.terminate()
             assert server.wait(60) == 0
         finally:

@@ -12,6 +12,7 @@ import yaml
 from command import run
 
 from tests.runtime.test_metrics import RANKS, STATE, client_that_heard
+from tilerank.launch.health import version_url
 from tilerank.runtime.server.chat.media import DECODE_S
 from tilerank.runtime.server.http import memory
 from tilerank.runtime.server.http.body import MAX_BODY, MAX_MEDIA_BODY
@@ -67,6 +68,49 @@ def test_the_manifest_asks_for_no_privileges() -> None:
     assert container["resources"]["requests"] == container["resources"]["limits"]
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_manifest_of_several_hosts() -> None:
+    """Its pods are those of one host, but for the command and what only the leader has."""
+    deployment = documents()[0]["spec"]["template"]["spec"]
+    group, service = yaml.safe_load_all((ROOT / "docs" / "kubernetes" / "several-hosts.yaml").read_text())
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template.keys() == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"} and template["size"] == 2
+    leader, worker = (template[f"{name}Template"]["spec"] for name in ("leader", "worker"))
+    assert service["spec"]["selector"] == template["leaderTemplate"]["metadata"]["labels"]
+    command, secret = [*leader["containers"][0]["command"]], leader["containers"][0]["env"][1]
+    assert secret["name"] == "TILERANK_SECRET"
+    one = deployment["containers"][0]
+    only_leader = {name: one[name] for name in ("ports", "startupProbe", "readinessProbe")}
+    both = {name: one[name] for name in ("name", "image", "resources", "securityContext", "volumeMounts")}
+    own = {"command": command, "env": [*one["env"], secret]}
+    assert worker == deployment | {"containers": [both | own]}
+    assert leader == deployment | {"containers": [both | own | only_leader]}
+    known = set(re.findall(r"--[a-z-]+", run("serve", "--help").out))
+    assert {option.partition("=")[0] for option in command[3:]} <= known
+
+
+def test_the_compose_file_starts_the_image() -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    (service,) = compose["services"].values()
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert service["build"] == "." and service["command"][0] in dockerfile
+    assert [volume.split(":") for volume in service["volumes"]] == [["models", "/home/tilerank/models"]]
+    assert "models" in compose["volumes"] and "VOLUME /home/tilerank/models\n" in dockerfile
+    assert version_url(["tilerank", "serve", *service["command"]]) == "http://127.0.0.1:8000/version"
+
+
+def test_the_health_check_follows_the_command(tmp_path: Path) -> None:
+    config = tmp_path / "options.yaml"
+    config.write_text("port: 8123\nhost: '::'\nmodel: it\n")
+    start = ["/usr/bin/python", "/usr/bin/tilerank", "serve"]
+    urls = {
+        "http://127.0.0.1:8000/version": ["it", "--host", "0.0.0.0", "--tp", "3"],
+        "http://10.0.0.7:9000/version": ["--port=9000", "it", "--host=10.0.0.7"],
+        "http://[::1]:8123/version": ["--config", str(config)],
+        "http://[::1]:8124/version": ["--config", str(config), "--port", "8124"],
+    }
+    assert {version_url([*start, *options]): options for options in urls.values()} == urls
 
 
 @pytest.mark.parametrize("script", blocks("bash"))
