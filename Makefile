@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The first make in this clone builds while others wait: what it has built they find up to date.
 LOCKED := flock Makefile $(MAKE) --no-print-directory
 
-.PHONY: help core environment demo demo-vision test test-long soak test-numa test-sanitize test-amx lint types wheel format clean
+.PHONY: help core environment demo demo-vision test test-long soak test-numa test-sanitize test-amx lint types site wheel format clean
 
 help:
 	@grep -E '^# [a-z-]+:' $(MAKEFILE_LIST) | sed 's/^# //'
@@ -88,6 +88,13 @@ lint: environment
 # types: check the types with mypy
 types: environment
 	$(BIN)/mypy tilerank tests benchmarks
+
+# site: the documentation as web pages, in build/site; every link must lead somewhere
+site: environment
+	rm -rf build/pages build/site
+	mkdir -p build/pages
+	cp --recursive --parents *.md LICENSE docs assets/*.png benchmarks/README.md compose.yaml build/pages
+	$(BIN)/mkdocs build --quiet --strict
 
 # wheel: a wheel in dist/ for other machines, named after the oldest glibc that it needs
 wheel: environment
