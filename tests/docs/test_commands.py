@@ -27,7 +27,7 @@ def options(command: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_options_in_commands_exist(page: str) -> None:
     text = (ROOT / page).read_text().replace("\\\n", " ")
-    pattern = rf"(?:(?<=[`$ /])|^)tilerank (generate|serve|chat|plan|doctor|bench (?:{BENCHES}))\b([^`\n|]*)"
+    pattern = rf"(?:(?<=[`$ /])|^)tilerank (generate|serve|chat|batch|plan|doctor|bench (?:{BENCHES}))\b([^`\n|]*)"
     for command, arguments in re.findall(pattern, text, re.M):
         used = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", re.sub(r'"[^"]*"', "", arguments)))
         assert used <= options(command), f"{page}: tilerank {command}: no {sorted(used - options(command))}"

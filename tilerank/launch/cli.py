@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "generate text from a Hugging Face directory",
     "serve": "serve a model over the OpenAI API",
     "chat": "talk with a model in the terminal",
+    "batch": "answer the requests of a file, in the format of OpenAI's batches",
     "calibrate": "measure the inputs of a model's projections, by which quantising weighs errors",
     "plan": "show how a model would be sharded and placed, without loading it",
     "doctor": "report what this machine offers and what is wrong with it",
