@@ -94,7 +94,7 @@ site: environment
 	rm -rf build/pages build/site
 	mkdir -p build/pages
 	cp --recursive --parents *.md LICENSE docs assets/*.png benchmarks/README.md compose.yaml build/pages
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/mkdocs build --strict
 
 # wheel: a wheel in dist/ for other machines, named after the oldest glibc that it needs
 wheel: environment
