@@ -1,4 +1,4 @@
-"""What an architecture of GGUF is in the words of Hugging Face: fields of config.json and names. No torch."""
+"""Translates an architecture of GGUF to Hugging Face: fields of config.json, names of tensors. No torch."""
 
 import struct
 from collections.abc import Callable, Mapping
@@ -8,11 +8,15 @@ from typing import Any, Literal
 from ..errors import ConfigError, show
 from .file import GGUFFile
 
-_MOST = 1 << 40
+_MAX_INTEGER = 1 << 40
 
 Names = Mapping[str, str | tuple[str, ...]]
-"""By what follows `blk.N.` in the name of a tensor, with or without its last part (weight or bias): the name in a
-layer, in each of its experts (`{}`), or of each of several modules whose rows follow each other."""
+"""Maps names of tensors in a file to names in a layer on the hub.
+
+A key is what follows `blk.N.`, with or without its last part (weight or bias). A value is one name, with `{}` for the
+number of the expert if the tensor stacks those of all experts, or the names of several modules whose rows the tensor
+concatenates.
+"""
 
 COMMON_NAMES: Names = {
     "attn_norm": "input_layernorm",
@@ -30,13 +34,13 @@ POST_NORM: Names = {
     **{name: module for name, module in COMMON_NAMES.items() if name != "ffn_norm"},
     "post_attention_norm": "post_attention_layernorm",
 }
-"""The names of layers whose second norm is called after what it follows."""
+"""COMMON_NAMES of the architectures whose files call the norm before the MLP post_attention_norm."""
 HEAD_NORMS: Names = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 USUAL_ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
     *("<eos>", "<｜end▁of▁sentence｜>"),
 )
-"""Tokens that end an answer in every vocabulary that has them, because files name only one or two of a model's ends."""
+"""Tokens that end an answer wherever a vocabulary has them. Files name at most three of a model's ends."""
 
 Change = Literal["plus_one", "negative_exp"]
 """How a file stores a vector w: as 1 + w, or as -exp(w)."""
@@ -44,10 +48,10 @@ Change = Literal["plus_one", "negative_exp"]
 
 @dataclass(frozen=True)
 class Order:
-    """How the rows, or the columns, of a tensor lie in a file.
+    """The order of the rows or columns of a tensor in a file: that of the hub with two dimensions transposed.
 
-    From `first` on they come in blocks of outer * inner * width, in which item (o * inner + i) * width + w of the hub
-    is item (i * outer + o) * width + w of the file.
+    From item `first` on, the hub has blocks [outer, inner, width] of items, which the file stores as
+    [inner, outer, width].
     """
 
     outer: int
@@ -59,12 +63,13 @@ class Order:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the files of an architecture become fields of config.json and tensors with names of Hugging Face.
+    """How the files of an architecture translate to config.json and to the tensors of Hugging Face.
 
-    config: makes the fields from a file. top: names of tensors outside of layers, beside the usual ones. changes, axes:
-    by the same names as `names`; axes: where the hub has a dimension of one element that the file may leave out.
-    orders: given the fields, by module or name in a layer, those whose rows or columns lie in another order than on the
-    hub. ends: tokens that end an answer, beside those that a file names.
+    config: returns the fields for a file. top: names of tensors outside of layers, in addition to the usual ones.
+    changes: of stored values, by the keys of `names`. axes: by the same keys, the dimension of one element that a
+    tensor has on the hub and a file may omit. orders: returns, for the fields, the orders of rows or columns that
+    differ from those of the hub, by module or name in a layer. ends: tokens that end an answer, in addition to those
+    that a file names.
     """
 
     config: Callable[[GGUFFile], dict[str, Any]]
@@ -77,14 +82,16 @@ class Architecture:
 
 
 def paired_heads(config: Mapping[str, Any]) -> Mapping[str, Order]:
-    """Return the orders of queries and keys whose rows lie as adjacent pairs of a rotation; the hub has halves of a
-    head."""
+    """Return the orders of query and key rows that a file stores as the pairs of a rotation, one after the other.
+
+    The hub has the first elements of all pairs in the first half of a head, the second ones in the other half.
+    """
     pairs = Order(2, config["head_dim"] // 2)
     return {"self_attn.q_proj": pairs, "self_attn.k_proj": pairs}
 
 
 class Keys:
-    """The hyper-parameters of a file, `architecture.KEY`."""
+    """The hyper-parameters of a file: the metadata `ARCHITECTURE.KEY`, by KEY."""
 
     def __init__(self, gguf: GGUFFile) -> None:
         self.gguf = gguf
@@ -98,16 +105,16 @@ class Keys:
         return ConfigError(f"{self.gguf.path}: {self._prefix}{key}: expected {expected}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a number, or that of all layers where an array has one for each. Raises ConfigError."""
+        """Return a number. Of an array with one for each layer all must be equal. Raises ConfigError."""
         if self.gguf.has_items(self._prefix + key):
             found = set(self._integers(key))
             if len(found) != 1:
-                raise self.fail(key, "one number for all layers")
+                raise self.fail(key, f"one number for all layers, found {show(sorted(found))}")
             return found.pop()
-        return default if default is not None and not self.has(key) else self._fields.integer(key, 0, _MOST)
+        return default if default is not None and not self.has(key) else self._fields.integer(key, 0, _MAX_INTEGER)
 
     def of_layers(self, key: str, layers: int, default: int | None = None) -> list[int]:
-        """Return the number of each layer, which may be one for all of them. Raises ConfigError."""
+        """Return the number of each layer; a file may have one for all. Raises ConfigError."""
         if not self.gguf.has_items(self._prefix + key):
             return [self.integer(key, default)] * layers
         found = self._integers(key)
@@ -117,9 +124,9 @@ class Keys:
 
     def _integers(self, key: str) -> list[int]:
         items = self.gguf.items(self._prefix + key)
-        found = [int(item) for item in items if isinstance(item, int) and 0 <= item <= _MOST]
+        found = [int(item) for item in items if isinstance(item, int) and 0 <= item <= _MAX_INTEGER]
         if len(found) < len(items):
-            raise self.fail(key, f"integers from 0 to {_MOST}")
+            raise self.fail(key, f"integers from 0 to {_MAX_INTEGER}")
         return found
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -144,12 +151,12 @@ def decoder_config(
 ) -> dict[str, Any]:
     """Return the fields that all text models share.
 
-    head_dim, kv_heads, width: of heads and of the MLP, where the usual keys have other numbers or several.
+    head_dim, kv_heads: of attention heads. width: of the MLP. If given, they replace the values of the usual keys.
     """
     keys = Keys(gguf)
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     if not heads:
-        raise ConfigError(f"{gguf.path}: attention.head_count: expected 1 or more, found 0")
+        raise keys.fail("attention.head_count", "1 or more, found 0")
     if head_dim is None:
         head_dim = keys.integer("attention.key_length", hidden // heads)
     embedding = gguf.tensors.get("token_embd.weight")
@@ -174,7 +181,7 @@ def decoder_config(
 
 
 def layer_count(keys: Keys) -> int:
-    """Return the number of layers, without those after the last that predict several tokens at once."""
+    """Return the number of layers, without the draft layers (multi-token prediction) that follow them."""
     blocks, drafts = keys.integer("block_count"), keys.integer("nextn_predict_layers", 0)
     if drafts and drafts >= blocks:
         raise keys.fail("nextn_predict_layers", f"fewer than the {blocks} blocks, found {drafts}")
@@ -182,24 +189,24 @@ def layer_count(keys: Keys) -> int:
 
 
 def rotated_part(keys: Keys, head_dim: int) -> float:
-    """Return which part of a head positions rotate."""
+    """Return the fraction of a head's dimensions that rotary embeddings rotate."""
     return keys.integer("rope.dimension_count", head_dim) / max(head_dim, 1)
 
 
 def rope_scaling(gguf: GGUFFile, keys: Keys) -> dict[str, Any] | None:
-    """Return the scaling of positions; None if there is none."""
+    """Return the field rope_scaling; None if positions are not scaled."""
     context = keys.integer("context_length")
-    if "rope_freqs.weight" in gguf.tensors:  # Llama 3's scaling, stored as its factors alone
+    if "rope_freqs.weight" in gguf.tensors:  # Llama 3's scaling, of which files have only the factors
         factors = floats_of(gguf, "rope_freqs.weight")
-        return _long(factors, factors, 1.0, context, 1.0)
-    kind, original = (
-        keys.text("rope.scaling.type", "none"),
-        keys.integer("rope.scaling.original_context_length", context),
-    )
+        return _longrope(factors, factors, 1.0, context, 1.0)
+    kind = keys.text("rope.scaling.type", "none")
+    original = keys.integer("rope.scaling.original_context_length", context)
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if "rope_factors_long.weight" in gguf.tensors:
         short, long = (floats_of(gguf, f"rope_factors_{length}.weight") for length in ("short", "long"))
-        return _long(short, long, max(context / original, 1.0), original, keys.number("rope.scaling.attn_factor", 0.0))
+        return _longrope(
+            short, long, max(context / original, 1.0), original, keys.number("rope.scaling.attn_factor", 0.0)
+        )
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
@@ -208,23 +215,24 @@ def rope_scaling(gguf: GGUFFile, keys: Keys) -> dict[str, Any] | None:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         betas = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
         return scaling | {name: keys.number(key) for name, key in betas.items() if keys.has(key)}
-    raise ConfigError(f"{gguf.path}: rope.scaling.type: expected none, linear or yarn, found {show(kind)}")
+    raise keys.fail("rope.scaling.type", f"none, linear or yarn, found {show(kind)}")
 
 
-def _long(short: list[float], long: list[float], factor: float, original: int, amplitude: float) -> dict[str, Any]:
+def _longrope(short: list[float], long: list[float], factor: float, original: int, amplitude: float) -> dict[str, Any]:
     scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "factor": factor}
     scaling["original_max_position_embeddings"] = original
     return scaling | ({"attention_factor": amplitude} if amplitude else {})
 
 
 def floats_of(gguf: GGUFFile, name: str) -> list[float]:
-    """Return the numbers of a small tensor in F32. Raises ConfigError for another type."""
+    """Return the numbers of a small vector in F32. Raises ConfigError for any other tensor."""
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.type.name != "F32" or len(tensor.shape) != 1:
-        raise ConfigError(f"{gguf.path}: tensor {name}: expected a vector in F32")
+        found = "none" if tensor is None else f"{tensor.type.name} {list(tensor.shape)}"
+        raise ConfigError(f"{gguf.path}: tensor {name}: expected a vector in F32, found {found}")
     return list(struct.unpack(f"<{tensor.shape[0]}f", tensor.header.data(tensor.description)))
 
 
 def has_biases(gguf: GGUFFile, name: str) -> bool:
-    """Return whether any layer has a bias of this projection."""
+    """Return whether any layer has a bias for the projection `name`."""
     return any(tensor.startswith("blk.") and tensor.endswith(f".{name}.bias") for tensor in gguf.tensors)

@@ -1,4 +1,4 @@
-"""The architectures of GGUF that are families of ours."""
+"""The supported architectures of GGUF. No torch."""
 
 from typing import Any
 
@@ -11,8 +11,9 @@ from .mixtures import MIXTURES
 
 
 def _llama(gguf: GGUFFile) -> dict[str, Any]:
-    if Keys(gguf).integer("expert_count", 0):
-        raise ConfigError(f"{gguf.path}: llama.expert_count: expected 0 (Mixtral is not supported)")
+    keys = Keys(gguf)
+    if experts := keys.integer("expert_count", 0):
+        raise keys.fail("expert_count", f"0 (Mixtral is not supported), found {experts}")
     biases = {"attention_bias": has_biases(gguf, "attn_q"), "mlp_bias": has_biases(gguf, "ffn_gate")}
     return decoder_config(gguf, "llama") | biases
 
@@ -44,7 +45,7 @@ _ARCHITECTURES = {
     "mistral3": Architecture(_mistral3, COMMON_NAMES, orders=paired_heads),
     "qwen2": Architecture(_qwen2, COMMON_NAMES),
     "qwen3": Architecture(_qwen3, _QWEN3),
-    # Pictures are not read from GGUF files; without them this is Qwen3, as the axes of positions are equal.
+    # GGUF files run without pictures, so the three axes of M-RoPE have equal positions: the text model is Qwen3.
     "qwen3vl": Architecture(_qwen3, _QWEN3),
     **MIXTURES,
     **DELTA_NETS,
@@ -53,7 +54,7 @@ _ARCHITECTURES = {
 
 
 def architecture_of(gguf: GGUFFile) -> Architecture:
-    """Return what is known of the architecture of a file. Raises ConfigError for one that does not run."""
+    """Return the architecture of a file. Raises ConfigError for one that is not supported."""
     name = gguf.architecture
     if name not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)

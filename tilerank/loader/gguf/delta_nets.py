@@ -56,10 +56,10 @@ def _config(gguf: GGUFFile, model_type: str) -> dict[str, Any]:
 
 
 def _layer_types(keys: Keys, layers: int) -> list[str]:
-    """Return the kind of each layer: as listed, or full attention once in so many layers."""
+    """Return the kind of each layer: as the file lists them, or full attention in every `interval`-th layer."""
     listed = "attention.recurrent_layers"
     if keys.has(listed):
-        return [_DELTA_NET if one else _FULL for one in keys.of_layers(listed, layers)]
+        return [_DELTA_NET if is_recurrent else _FULL for is_recurrent in keys.of_layers(listed, layers)]
     interval = max(keys.integer("full_attention_interval", 4), 1)
     return [_DELTA_NET if (layer + 1) % interval else _FULL for layer in range(layers)]
 
@@ -82,11 +82,10 @@ def _qwen35_moe(gguf: GGUFFile) -> dict[str, Any]:
 
 
 def _tiled_value_heads(config: Mapping[str, Any]) -> Mapping[str, Order]:
-    """Return the orders of value heads: the hub has those of a key head together, a file the first ones of all key
-    heads, then the second ones."""
+    """Return the orders of value heads: by key heads on the hub [keys, each], tiled in a file [each, keys]."""
     keys, values, dim = (config[f"linear_{part}"] for part in ("num_key_heads", "num_value_heads", "value_head_dim"))
     each = values // max(keys, 1)
-    heads, rows = Order(keys, each), Order(keys, each, dim)
+    heads, rows = Order(keys, each), Order(keys, each, dim)  # one row for each head, or its dimensions
     after_keys = Order(keys, each, dim, first=2 * keys * config["linear_key_head_dim"])
     orders = {
         "in_proj_z": rows,
@@ -111,4 +110,4 @@ DELTA_NETS = {
         orders=_tiled_value_heads,
     ),
 }
-"""By their names in files."""
+"""By general.architecture."""

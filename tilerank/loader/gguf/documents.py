@@ -1,4 +1,4 @@
-"""The small files of a model directory that a GGUF file stands in for, made from its metadata. No torch."""
+"""Makes the small JSON files of a model directory from the metadata of a GGUF file. No torch."""
 
 import json
 from collections.abc import Callable
@@ -18,12 +18,12 @@ _IDS = {
     "mask_token": "mask_token_id",
 }
 _LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
-"""Ids that files of pieces with scores may leave out."""
+"""The defaults of SentencePiece vocabularies (model "llama"), whose files may omit them."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-_BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Splits of vocabularies whose texts begin with bos_token unless a key says otherwise."""
-_BEGINNING = ("llama", "gemma4")
-"""Kinds of vocabularies of the same."""
+_BOS_SPLITS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+"""Pre-tokenizers (`pre`) whose texts begin with bos_token unless add_bos_token is set."""
+_BOS_MODELS = ("llama", "gemma4")
+"""Kinds of vocabularies (`model`) whose texts begin with bos_token unless add_bos_token is set."""
 
 
 def _config(gguf: GGUFFile) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
     named = [fields.values.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = architecture_of(gguf).ends
     by_text = [id for id, token in enumerate(tokens) if token in ends]
-    by_text = [id for id in by_text if not types or types[id] in (_CONTROL, _USER_DEFINED)]
+    by_text = [id for id in by_text if not types or types[id] in (_CONTROL, _USER_DEFINED)]  # no ordinary text
     if fields.values.get("model") == "llama" and named[0] is None:
         named[0] = _LLAMA_IDS["eos_token"]
     ids = [id for id in (*named, *by_text) if type(id) is int and id < len(tokens)]
@@ -54,13 +54,13 @@ def _tokenizer_config(gguf: GGUFFile) -> dict[str, Any]:
     usual = _LLAMA_IDS if is_llama else {}
     ids = {name: fields.values.get(key, usual.get(name)) for name, key in _IDS.items()}
     config: dict[str, Any] = {name: tokens[id] for name, id in ids.items() if type(id) is int and 0 <= id < len(tokens)}
-    for name, default in (("add_bos_token", model in _BEGINNING or split in _BEGINS), ("add_eos_token", False)):
+    for name, default in (("add_bos_token", model in _BOS_MODELS or split in _BOS_SPLITS), ("add_eos_token", False)):
         config[name] = fields.flag(name) if fields.has(name) else default
     return config | _templates(gguf)
 
 
 def _templates(gguf: GGUFFile) -> dict[str, Any]:
-    """Return the entry of the chat templates. Names of templates that are built into llama.cpp are left out."""
+    """Return the field chat_template. A name of a template that is built into llama.cpp is no template and ignored."""
     listed = gguf.texts("tokenizer.chat_templates") if gguf.has_items("tokenizer.chat_templates") else []
     keys = {"default": "tokenizer.chat_template"} | {name: f"tokenizer.chat_template.{name}" for name in listed}
     found = {name: gguf.metadata.get(key) for name, key in keys.items()}

@@ -1,8 +1,8 @@
-"""The architectures of GGUF that are Gemma: text alone. No torch."""
+"""The Gemma architectures of GGUF, text only. No torch."""
 
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, show
 from .architecture import (
     HEAD_NORMS,
     POST_NORM,
@@ -20,7 +20,7 @@ from .file import GGUFFile
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PATTERN = "attention.sliding_window_pattern"
 _UNROTATED = 1e29
-"""Frequencies that are divided by more than this are those of dimensions without rotation."""
+"""rope_freqs divides frequencies. A factor of at least this much leaves a dimension without rotation."""
 
 _NAMES: Names = {
     **POST_NORM,
@@ -37,17 +37,18 @@ def _gemma3(gguf: GGUFFile) -> dict[str, Any]:
     config = decoder_config(gguf, "gemma3_text")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     if gguf.has_items(f"gemma3.{_PATTERN}"):
-        slides = [bool(one) for one in keys.of_layers(_PATTERN, layers)]
+        slides = [bool(slide) for slide in keys.of_layers(_PATTERN, layers)]
     else:
         every = keys.integer(_PATTERN, 6)
         slides = [bool((layer + 1) % every) if every else False for layer in range(layers)]
-    # The 27B divides scores by sqrt(hidden / heads) instead of sqrt(head_dim); no key of the file says so.
-    scored = config["hidden_size"] // heads if layers == 62 else config["head_dim"]
+    # Gemma 3 27B, the one with 62 layers, divides scores by sqrt(hidden / heads) instead of sqrt(head_dim). Files
+    # have no key for it.
+    scalar = config["hidden_size"] // heads if layers == 62 else config["head_dim"]
     return config | {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scored,
+        "query_pre_attn_scalar": scalar,
         "sliding_window": keys.integer("attention.sliding_window"),
-        "layer_types": [_SLIDING if one else _FULL for one in slides],
+        "layer_types": [_SLIDING if slide else _FULL for slide in slides],
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
     }
 
@@ -55,26 +56,28 @@ def _gemma3(gguf: GGUFFile) -> dict[str, Any]:
 def _gemma4(gguf: GGUFFile) -> dict[str, Any]:
     keys = Keys(gguf)
     layers, heads = layer_count(keys), keys.integer("attention.head_count")
-    slides = [bool(one) for one in keys.of_layers(_PATTERN, layers)]
+    slides = [bool(slide) for slide in keys.of_layers(_PATTERN, layers)]
     kv_heads = keys.of_layers("attention.head_count_kv", layers, heads)
-    of_window = {kv_heads[i] for i in range(layers) if slides[i]} or {kv_heads[0]}
-    if len(of_window) > 1:
-        raise keys.fail("attention.head_count_kv", "one number for all layers with a window")
-    whole, dim = keys.integer("attention.key_length"), keys.integer("attention.key_length_swa")
+    sliding_kv_heads = {kv_heads[i] for i in range(layers) if slides[i]} or {kv_heads[0]}
+    if len(sliding_kv_heads) > 1:
+        found = show(sorted(sliding_kv_heads))
+        raise keys.fail("attention.head_count_kv", f"one number for all layers with a sliding window, found {found}")
+    full_dim, dim = keys.integer("attention.key_length"), keys.integer("attention.key_length_swa")
     shared = keys.integer("attention.shared_kv_layers", 0)
-    width, wider = _widths(keys, layers, shared)
-    config = decoder_config(gguf, "gemma4_text", head_dim=dim, kv_heads=of_window.pop(), width=width)
+    width, is_doubled = _widths(keys, layers, shared)
+    config = decoder_config(gguf, "gemma4_text", head_dim=dim, kv_heads=sliding_kv_heads.pop(), width=width)
     rotated = keys.integer("rope.dimension_count_swa", dim) / max(dim, 1)
     inputs = gguf.tensors.get("per_layer_token_embd.weight")
-    cap = "final_logit_softcapping"
     return (
         config
         | _experts(keys)
         | {
             "hidden_activation": "gelu_pytorch_tanh",
-            "layer_types": [_SLIDING if one else _FULL for one in slides],
+            "layer_types": [_SLIDING if slide else _FULL for slide in slides],
             "per_layer_config": {
-                str(i): {"head_dim": whole, "num_key_value_heads": kv_heads[i]} for i in range(layers) if not slides[i]
+                str(i): {"head_dim": full_dim, "num_key_value_heads": kv_heads[i]}
+                for i in range(layers)
+                if not slides[i]
             },
             "attention_k_eq_v": any(
                 not slides[i]
@@ -84,10 +87,10 @@ def _gemma4(gguf: GGUFFile) -> dict[str, Any]:
             ),
             "sliding_window": keys.integer("attention.sliding_window"),
             "num_kv_shared_layers": shared,
-            "use_double_wide_mlp": wider,
+            "use_double_wide_mlp": is_doubled,
             "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0),
             "vocab_size_per_layer_input": config["vocab_size"] if inputs is None else inputs.shape[0],
-            "final_logit_softcapping": keys.number(cap, 0.0) or None,
+            "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
             "rope_scaling": None,
             "rope_parameters": {
                 _FULL: {
@@ -106,17 +109,17 @@ def _gemma4(gguf: GGUFFile) -> dict[str, Any]:
 
 
 def _widths(keys: Keys, layers: int, shared: int) -> tuple[int, bool]:
-    """Return the width of the MLPs, and whether those of the last `shared` layers are twice as wide."""
+    """Return the width of the first MLP, and whether the MLPs of the last `shared` layers are twice as wide."""
     key = "feed_forward_length"
     widths = keys.of_layers(key, layers)
-    usual, wider = widths[0], widths[-1] != widths[0]
-    if widths != [usual] * (layers - shared) + [usual * (1 + wider)] * shared:
-        raise keys.fail(key, f"one width, or twice that in the last {shared} layers, found {widths}")
-    return usual, wider
+    usual, is_doubled = widths[0], widths[-1] != widths[0]
+    if widths != [usual] * (layers - shared) + [usual * (1 + is_doubled)] * shared:
+        raise keys.fail(key, f"one width, or twice that in the last {shared} layers, found {show(widths)}")
+    return usual, is_doubled
 
 
 def _experts(keys: Keys) -> dict[str, Any]:
-    """Return the fields of the mixture beside the MLP, if there is one."""
+    """Return the fields of the mixture of experts that a layer may have beside its MLP."""
     count = keys.integer("expert_count", 0)
     if not count:
         return {"enable_moe_block": False}
@@ -129,12 +132,13 @@ def _experts(keys: Keys) -> dict[str, Any]:
 
 
 def _rotated_part(gguf: GGUFFile) -> float:
-    """Return which part of a head layers without a window rotate: the first frequencies have the factor 1."""
+    """Return the fraction of dimensions that layers with full attention rotate: those whose factor is 1."""
     name = "rope_freqs.weight"
     factors = floats_of(gguf, name)
     rotated = sum(factor == 1.0 for factor in factors)
-    if not rotated or factors[:rotated] != [1.0] * rotated or any(one < _UNROTATED for one in factors[rotated:]):
-        raise ConfigError(f"{gguf.path}: tensor {name}: expected factors 1, then factors of {_UNROTATED:g} or more")
+    if not rotated or factors[:rotated] != [1.0] * rotated or any(factor < _UNROTATED for factor in factors[rotated:]):
+        expected = f"factors 1, then {_UNROTATED:g} or more"
+        raise ConfigError(f"{gguf.path}: tensor {name}: expected {expected}, found {show(factors)}")
     return rotated / len(factors)
 
 
@@ -167,4 +171,4 @@ GEMMAS = {
         ends=(*USUAL_ENDS, "<turn|>", "<|tool_response>"),
     ),
 }
-"""By their names in files."""
+"""By general.architecture."""

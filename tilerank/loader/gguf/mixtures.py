@@ -16,7 +16,7 @@ from .architecture import (
 )
 from .file import GGUFFile
 
-_SIGMOID = 2  # of expert_gating_func
+_SIGMOID = 2  # a value of expert_gating_func
 
 EXPERTS: Names = {
     "ffn_gate_inp": "mlp.gate",
@@ -32,8 +32,8 @@ SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 SHARED_GATE_AXES = {"ffn_gate_inp_shexp": 0}
-"""The gate of the shared expert is a vector in files, and a matrix of one row on the hub."""
-_ROUTED: Names = {
+"""The gate of the shared expert is a vector in files and a matrix of one row on the hub."""
+_DEEPSEEK_EXPERTS: Names = {
     **EXPERTS,
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
@@ -43,7 +43,7 @@ _ROUTED: Names = {
 
 
 def experts_config(keys: Keys) -> dict[str, Any]:
-    """Return the fields of a mixture under the names of Qwen."""
+    """Return the fields of a mixture of experts, with the names that Qwen gives them."""
     used, dense = keys.integer("expert_used_count"), keys.integer("feed_forward_length", 0)
     return {
         "num_experts": keys.integer("expert_count"),
@@ -54,7 +54,7 @@ def experts_config(keys: Keys) -> dict[str, Any]:
 
 
 def shared_width(keys: Keys) -> int:
-    """Return the width of Qwen's expert for all tokens."""
+    """Return the width of Qwen's shared expert."""
     return keys.integer("expert_shared_feed_forward_length", keys.integer("feed_forward_length", 0))
 
 
@@ -70,7 +70,10 @@ def _qwen3_moe(gguf: GGUFFile) -> dict[str, Any]:
 
 
 def _check_sigmoid(gguf: GGUFFile, keys: Keys) -> None:
-    """Raise ConfigError unless routers compute sigmoids. Older files do not say so, but have a bias of the choice."""
+    """Raise ConfigError unless routers compute sigmoids and have a bias (exp_probs_b) for choosing experts.
+
+    Older files have no key for sigmoids; there the bias stands for them.
+    """
     key = "expert_gating_func"
     biased = any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
     found = keys.integer(key, _SIGMOID if biased else 0)
@@ -78,8 +81,8 @@ def _check_sigmoid(gguf: GGUFFile, keys: Keys) -> None:
         raise keys.fail(key, f"{_SIGMOID} (sigmoid) and tensors exp_probs_b, found {found if biased else 'none'}")
 
 
-def _routed_config(gguf: GGUFFile, keys: Keys) -> dict[str, Any]:
-    """Return the fields of a mixture under the names of DeepSeek."""
+def _deepseek_experts_config(gguf: GGUFFile, keys: Keys) -> dict[str, Any]:
+    """Return the fields of a mixture of experts, with the names that DeepSeek gives them."""
     _check_sigmoid(gguf, keys)
     return {
         "n_routed_experts": keys.integer("expert_count"),
@@ -99,7 +102,7 @@ def _glm4_moe(gguf: GGUFFile) -> dict[str, Any]:
     config = decoder_config(gguf, "glm4_moe")
     return (
         config
-        | _routed_config(gguf, keys)
+        | _deepseek_experts_config(gguf, keys)
         | {
             "attention_bias": has_biases(gguf, "attn_q"),
             "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in gguf.tensors),
@@ -126,7 +129,7 @@ def _gpt_oss(gguf: GGUFFile) -> dict[str, Any]:
     config = decoder_config(gguf, "gpt_oss", width=keys.integer("expert_feed_forward_length"))
     scaling = config["rope_scaling"]
     if scaling is not None and scaling["rope_type"] == "yarn":
-        scaling = scaling | {"truncate": False}  # as the family has it; files do not say so
+        scaling = scaling | {"truncate": False}  # always so in gpt-oss; files have no key for it
     return config | {
         "attention_bias": True,
         "rope_scaling": scaling,
@@ -140,26 +143,26 @@ def _deepseek2(gguf: GGUFFile) -> dict[str, Any]:
     keys = Keys(gguf)
     config = decoder_config(gguf, "deepseek_v3", kv_heads=keys.integer("attention.head_count"))
     scaling, key = config["rope_scaling"], "rope.scaling.yarn_log_multiplier"
-    if scaling is not None and (weight := 10 * keys.number(key, 0.0)):  # a tenth of mscale_all_dim is stored
+    if scaling is not None and (weight := 10 * keys.number(key, 0.0)):  # files store mscale_all_dim / 10
         scaling = scaling | {"mscale": weight, "mscale_all_dim": weight}
-    # Newer files have the shape of a head of the absorbed form under the usual keys.
-    of_keys, of_values = (
+    # Newer files have the dimensions of absorbed (latent) heads under the usual keys, those of the heads under _mla.
+    key_dim, value_dim = (
         keys.integer(f"attention.{part}_length_mla", keys.integer(f"attention.{part}_length"))
         for part in ("key", "value")
     )
     rotated = keys.integer("rope.dimension_count")
-    if rotated >= of_keys:
-        raise keys.fail("rope.dimension_count", f"fewer than the {of_keys} dimensions of a head, found {rotated}")
+    if rotated >= key_dim:
+        raise keys.fail("rope.dimension_count", f"fewer than the {key_dim} dimensions of a head, found {rotated}")
     return (
         config
-        | _routed_config(gguf, keys)
+        | _deepseek_experts_config(gguf, keys)
         | {
             "rope_scaling": scaling,
             "q_lora_rank": keys.integer("attention.q_lora_rank", 0) or None,
             "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
-            "qk_nope_head_dim": of_keys - rotated,
+            "qk_nope_head_dim": key_dim - rotated,
             "qk_rope_head_dim": rotated,
-            "v_head_dim": of_values,
+            "v_head_dim": value_dim,
             "attention_bias": has_biases(gguf, "attn_output"),
         }
     )
@@ -168,11 +171,11 @@ def _deepseek2(gguf: GGUFFile) -> dict[str, Any]:
 MIXTURES = {
     "qwen2moe": Architecture(_qwen2_moe, {**COMMON_NAMES, **EXPERTS, **SHARED_EXPERT}, axes=SHARED_GATE_AXES),
     "qwen3moe": Architecture(_qwen3_moe, {**COMMON_NAMES, **HEAD_NORMS, **EXPERTS}),
-    # Pictures are not read from GGUF files; without them this is Qwen3-MoE, as the axes of positions are equal.
+    # As for qwen3vl, the text model is Qwen3-MoE.
     "qwen3vlmoe": Architecture(_qwen3_moe, {**COMMON_NAMES, **HEAD_NORMS, **EXPERTS}),
     "glm4moe": Architecture(
         _glm4_moe,
-        {**POST_NORM, **HEAD_NORMS, **_ROUTED},
+        {**POST_NORM, **HEAD_NORMS, **_DEEPSEEK_EXPERTS},
         ends=(*USUAL_ENDS, "<|user|>", "<|observation|>"),
     ),
     "minimax-m2": Architecture(
@@ -200,13 +203,13 @@ MIXTURES = {
             "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
             "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         },
-        ends=("<|return|>", "<|call|>", "<|endoftext|>"),  # <|end|> only ends a message
+        ends=("<|return|>", "<|call|>", "<|endoftext|>"),  # without <|end|>, which ends a message, not the answer
     ),
     "deepseek2": Architecture(
         _deepseek2,
         {
             **COMMON_NAMES,
-            **_ROUTED,
+            **_DEEPSEEK_EXPERTS,
             "attn_q_a": "self_attn.q_a_proj",
             "attn_q_a_norm": "self_attn.q_a_layernorm",
             "attn_q_b": "self_attn.q_b_proj",
@@ -218,4 +221,4 @@ MIXTURES = {
         },
     ),
 }
-"""By their names in files."""
+"""By general.architecture."""

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names that Hugging Face gives them. No torch."""
+"""Names the tensors of a GGUF file as on the hub. No torch."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,10 +29,10 @@ _READ_BY_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor by its name on the hub: rows of a stored one, which begin with its element `first`.
+    """A tensor of the hub: all of a stored tensor, or some of its rows, from its element `first` on.
 
-    shape: on the hub. order: of its rows or columns in the file; None: as on the hub. change: of its values; None: as
-    on the hub.
+    shape: on the hub. order: of the rows or columns in the file, None if as on the hub. change: how the file changes
+    the values, None if it does not.
     """
 
     stored: GGUFTensor
@@ -51,7 +51,7 @@ class NamedTensor:
         return self._nbytes(prod(self.shape))
 
     def order_of(self, *, columns: bool) -> Order | None:
-        """Return the order of the rows or of the columns."""
+        """Return the order of the rows or of the columns; None if as on the hub."""
         return self.order if self.order is not None and self.order.of_columns == columns else None
 
     def _nbytes(self, elements: int) -> int:
@@ -60,9 +60,9 @@ class NamedTensor:
 
 @lru_cache(maxsize=2)
 def named_tensors(gguf: GGUFFile) -> Mapping[str, NamedTensor]:
-    """Return all tensors by name, in storage order; those that no family has keep their names.
+    """Return all tensors by their names on the hub, in storage order. Unknown tensors keep the names of the file.
 
-    Blocks after the last layer, which predict several tokens at once, are left out.
+    Draft layers (multi-token prediction), which follow the last layer, are left out.
     """
     architecture = architecture_of(gguf)
     config = architecture.config(gguf)
@@ -83,7 +83,7 @@ def named_tensors(gguf: GGUFFile) -> Mapping[str, NamedTensor]:
 def _of_layer(
     architecture: Architecture, config: Mapping[str, Any], layer: str, rest: str, tensor: GGUFTensor
 ) -> Iterator[tuple[str, NamedTensor]]:
-    """Yield the tensors of the hub that a tensor of a layer holds. rest: its name after that of the layer."""
+    """Yield the tensors of the hub that a tensor of a layer holds. rest: what follows `blk.N.` in its name."""
     module, _, end = rest.rpartition(".")
     names, suffix = architecture.names.get(rest), ""
     if names is None and end in ("weight", "bias"):
@@ -107,17 +107,19 @@ def _of_layer(
 
 
 def _heights(tensor: GGUFTensor, parts: Sequence[str], rows: int, config: Mapping[str, Any]) -> list[int]:
-    """Return how many rows each of several modules has: those of its heads, or equally many. Raises CheckpointError."""
+    """Return the number of rows of each of several modules: that of its heads, or the same for all.
+
+    Raises CheckpointError unless the tensor has as many rows.
+    """
     heads = [config[_HEADS[part]] * config["head_dim"] for part in parts if part in _HEADS]
     heights = heads or [rows // len(parts)] * len(parts)
     if sum(heights) != rows:
-        raise CheckpointError(
-            f"{tensor.file}: tensor {show(tensor.name)[1:-1]}: expected rows of {len(parts)} projections, found {rows}"
-        )
+        where, modules = f"{tensor.file}: tensor {show(tensor.name)[1:-1]}", ", ".join(parts)
+        raise CheckpointError(f"{where}: expected {sum(heights)} rows for {modules}, found {rows}")
     return heights
 
 
 def _shape(tensor: GGUFTensor, axis: int | None) -> tuple[int, ...]:
-    """Return the shape on the hub, with a dimension of one element at `axis` if the file leaves it out."""
+    """Return the shape on the hub, with a dimension of one element at `axis` if the file omits it."""
     shape = tensor.shape
     return shape if axis is None or len(shape) != axis + 1 else (*shape[:axis], 1, *shape[axis:])

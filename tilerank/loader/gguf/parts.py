@@ -15,7 +15,7 @@ _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 
 def map_bytes(path: Path) -> mmap.mmap:
-    """Map a file; what is written to the mapping does not reach the file."""
+    """Map a file for reading. The mapping is copy-on-write, because torch needs writable memory."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -27,7 +27,7 @@ def read_part(tensor: NamedTensor, mapped: mmap.mmap, index: tuple[slice, ...]) 
     """Return the rectangle `index` of a tensor, floats or blocks, as `Checkpoint.read` does."""
     type = tensor.stored.type
     dtype = _FLOAT_DTYPES.get(type.name, torch.uint8)
-    # The storage of the view is that of this tensor alone, whose pages may be dropped.
+    # The view's storage holds only this tensor, so that the caller may drop its pages.
     count = tensor.nbytes // dtype.itemsize
     data = torch.frombuffer(mapped, dtype=dtype, count=count, offset=tensor.begin)
     if type.is_float:
@@ -36,5 +36,6 @@ def read_part(tensor: NamedTensor, mapped: mmap.mmap, index: tuple[slice, ...]) 
     blocks = data.view(*before, columns // type.block, type.nbytes)
     *rows, values = index
     if values.start % type.block or values.stop % type.block:
-        raise CheckpointError(f"{tensor.stored.file}: tensor {tensor.stored.name}: has no columns {values} in blocks")
+        where, found = f"{tensor.stored.file}: tensor {tensor.stored.name}", f"{values.start} to {values.stop}"
+        raise CheckpointError(f"{where}: expected columns of whole blocks of {type.block}, found {found}")
     return blocks[(*rows, slice(values.start // type.block, values.stop // type.block))]
