@@ -94,10 +94,10 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
 
 
 def _of_gguf(tensors: Mapping[str, NamedTensor]) -> QuantizationConfig:
-    """Return the types of the blocks of a GGUF file's weights; the main one is that of most values.
+    """Return the block types of a GGUF file's weights; the main one is that of most values.
 
-    Where columns of blocks are moved, weights have blocks that move as a whole; if there are none of whole tiles, they
-    are held as floats.
+    A weight whose columns are in another order than on the hub has blocks small enough to move as a whole. If these
+    were smaller than the smallest block of any type, the weight is held as floats.
     """
     stored, values = dict[str, Scheme](), Counter[Scheme]()
     for name, tensor in tensors.items():

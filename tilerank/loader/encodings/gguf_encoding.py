@@ -1,6 +1,6 @@
-"""What to read of a GGUF file for a rectangle of a weight: floats, or blocks of codes, scales and minimums.
+"""Reads rectangles of weights from a GGUF file: floats, or blocks of codes, scales and minimums.
 
-Where a file has rows or columns in another order than the hub, they are moved whole, so that blocks keep their values.
+Rows and columns that a file has in another order than the hub are moved whole, so that blocks keep their values.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ..rectangle import Read, StoredRectangle, read_floats
 
 
 class GGUFReads:
-    """What reads the weights of a GGUF file, with the methods of QuantizedCheckpoint.
+    """Yields the reads of a GGUF file's weights, with the methods of QuantizedCheckpoint.
 
-    Blocks are written as they are to weights of their format. All other weights are written as values, which a weight
-    of another format quantises.
+    Weights of the format of the file take its blocks as they are. Other weights take values, and quantise them if they
+    have another format.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.gguf
 
     def reads(self, rectangle: Rectangle) -> Iterator[Read]:
-        """Yield what to read for a rectangle; stored rectangles are empty where it is."""
+        """Yield what to read for a rectangle. The stored rectangles of an empty one are empty, too."""
         tensor = self._tensors.get(rectangle.name)
         if tensor is None:
             joined = _joined(rectangle, self._tensors)
@@ -58,20 +58,20 @@ class GGUFReads:
 
 
 def _stored(rectangle: Rectangle, tensor: NamedTensor) -> StoredRectangle:
-    """Return the rows of a file that have all rows of the rectangle, and columns in whole blocks."""
+    """Return the smallest stored rectangle that has all of `rectangle`: whole blocks of the type and of the order."""
     rows, *columns = rectangle.index
-    rows = _span(tensor.order_of(columns=False), rows)
+    rows = _covering(tensor.order_of(columns=False), rows)
     if columns:
         *between, last = columns
-        last, block = _span(tensor.order_of(columns=True), last), tensor.stored.type.block
+        last, block = _covering(tensor.order_of(columns=True), last), tensor.stored.type.block
         columns = [*between, slice(last.start // block * block, -(-last.stop // block) * block)]
     return StoredRectangle(
         rectangle.name, rectangle.shape, (tensor.stored.type.name,), (rows, *columns), rectangle.optional
     )
 
 
-def _span(order: Order | None, part: slice) -> slice:
-    """Return the items of a file among which those of `part` are: whole blocks of their order."""
+def _covering(order: Order | None, part: slice) -> slice:
+    """Return the items of a file that include the items `part` of the hub: whole blocks of the order."""
     if order is None or part.start == part.stop:
         return part
     size, first = order.outer * order.inner * order.width, order.first
@@ -83,23 +83,23 @@ def _span(order: Order | None, part: slice) -> slice:
     return slice(start, stop)
 
 
-def _places(order: Order, part: slice) -> Tensor:
-    """Return where the items `part` of the hub are in the file."""
-    numbers = torch.arange(part.start, part.stop)
-    inside = (numbers - order.first) % (order.outer * order.inner * order.width)
-    group, column = inside // order.width, inside % order.width
-    moved = (group % order.inner * order.outer + group // order.inner) * order.width + column
-    return torch.where(numbers < order.first, numbers, numbers - inside + moved)
+def _positions(order: Order, part: slice) -> Tensor:
+    """Return the position in the file of each of the items `part` of the hub."""
+    items = torch.arange(part.start, part.stop)
+    within = (items - order.first) % (order.outer * order.inner * order.width)
+    unit, rest = within // order.width, within % order.width
+    moved = (unit % order.inner * order.outer + unit // order.inner) * order.width + rest
+    return torch.where(items < order.first, items, items - within + moved)
 
 
 def _chosen_rows(rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, part: Tensor) -> Tensor:
-    """Return the rows of the rectangle, from those of the file."""
+    """Return the rows of the rectangle, in the order of the hub. part: the stored rows."""
     order = tensor.order_of(columns=False)
-    return part if order is None else part[_places(order, rectangle.index[0]) - stored.index[0].start]
+    return part if order is None else part[_positions(order, rectangle.index[0]) - stored.index[0].start]
 
 
 def _floats(rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, part: Tensor) -> Tensor:
-    """Return the values of a rectangle."""
+    """Return the values of a rectangle. part: the stored rectangle, floats or blocks."""
     part = _chosen_rows(rectangle, tensor, stored, part)
     if not tensor.stored.type.is_float:
         part = dequantise(tensor.stored.type.name, part)
@@ -107,7 +107,7 @@ def _floats(rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, 
         columns, first = rectangle.index[1], stored.index[1].start
         order = tensor.order_of(columns=True)
         chosen = (
-            slice(columns.start - first, columns.stop - first) if order is None else _places(order, columns) - first
+            slice(columns.start - first, columns.stop - first) if order is None else _positions(order, columns) - first
         )
         part = part[:, chosen]
     if tensor.change == "plus_one":
@@ -123,24 +123,24 @@ def _floats(rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, 
 def _write(
     rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, weight: Any, part: Tensor, row: int
 ) -> None:
-    """Write the codes and scales of a rectangle to a weight, whose blocks may be parts of those of the file."""
+    """Write the codes and scales of a rectangle to a weight, whose blocks may be smaller than those of the file."""
     type, file_block = tensor.stored.type.name, tensor.stored.type.block
     found = decode(type, _chosen_rows(rectangle, tensor, stored, part))
     columns, begin = rectangle.index[1], stored.index[1].start
     order = tensor.order_of(columns=True)
     if order is None:
         codes = found.codes[:, columns.start - begin : columns.stop - begin]
-        places = torch.arange(columns.start - begin, columns.stop - begin)
-    else:  # blocks of the weight lie within what the order moves together
-        places = _places(order, columns) - begin
-        codes = found.codes[:, places]
+        positions = torch.arange(columns.start - begin, columns.stop - begin)
+    else:  # the order moves whole blocks of the weight
+        positions = _positions(order, columns) - begin
+        codes = found.codes[:, positions]
     if isinstance(weight, Mxfp4Weight):
         weight.write_codes(codes, row)
-        weight.write_scales(found.scales[:, places[::file_block] // file_block], row)
+        weight.write_scales(found.scales[:, positions[::file_block] // file_block], row)
         return
     assert isinstance(weight, GgufWeight)
-    blocks, group = places[:: weight.format.block] // file_block, weight.format.parts.group
-    groups = places[::group] // group
+    blocks, group = positions[:: weight.format.block] // file_block, weight.format.parts.group
+    groups = positions[::group] // group
 
     def of_blocks(scales: Tensor) -> Tensor:
         return scales[:, blocks]
@@ -160,10 +160,10 @@ def _write(
 
 @dataclass(frozen=True)
 class _Joined:
-    """A tensor of the hub that a file stores as two, whose first dimension counts the same units.
+    """A tensor of the hub that a file stores as two pieces, whose first dimensions count the same heads or experts.
 
-    pieces: the ends of their names. shapes: theirs, from that of the joined tensor and that of the first piece. join:
-    makes the units' rows [units, rows, columns] of those of both pieces.
+    pieces: the ends of their names. shapes: returns the expected shapes of the pieces, given the shape of the tensor on
+    the hub and the stored shape of the first piece. join: returns the tensor [heads or experts, rows, columns].
     """
 
     pieces: tuple[str, str]
@@ -177,54 +177,54 @@ def _head_shapes(shape: tuple[int, ...], keys: tuple[int, ...]) -> tuple[tuple[i
     return (heads, latent, key_dim), (heads, shape[0] // heads - key_dim, latent)
 
 
-def _turn_shapes(shape: tuple[int, ...], _: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    of_each = shape[0], shape[1] // 2
-    return of_each, of_each
+def _interleaved_shapes(shape: tuple[int, ...], _: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    half = shape[0], shape[1] // 2
+    return half, half
 
 
 _JOINED = {
-    # Latent attention: keys of a head lie [latent, dim], so that queries are multiplied with them.
+    # Latent attention: the file has the keys of a head as [latent, dim], ready to be multiplied with queries.
     "kv_b_proj.weight": _Joined(
         ("k_b_proj.weight", "v_b_proj.weight"), _head_shapes, lambda k, v: torch.cat([k.transpose(1, 2), v], 1)
     ),
-    # gpt-oss: the biases of gate and up are in turns on the hub.
+    # gpt-oss: the hub interleaves the biases of gate and up.
     "gate_up_proj_bias": _Joined(
         ("gate_proj_bias", "up_proj_bias"),
-        _turn_shapes,
+        _interleaved_shapes,
         lambda gate, up: torch.stack([gate, up], -1).flatten(1)[:, None],
     ),
 }
-"""By the end of its name."""
+"""By the end of the name on the hub."""
 
 
 def _joined(rectangle: Rectangle, tensors: Mapping[str, NamedTensor]) -> Read | None:
-    """Return what to read for a rectangle of a tensor that the file stores as two; None if it does not."""
+    """Return what to read for a rectangle of a tensor that the file stores as two pieces; None for any other."""
     for end, joined in _JOINED.items():
         names = [rectangle.name.removesuffix(end) + piece for piece in joined.pieces]
         if not rectangle.name.endswith(end) or not all(name in tensors for name in names):
             continue
         pieces = [tensors[name] for name in names]
         units, rows = pieces[0].shape[0], rectangle.index[0]
-        each = max(rectangle.shape[0] // units, 1)
-        first = rows.start // each
-        last = -(-rows.stop // each) if rectangle.elements else first
+        height = max(rectangle.shape[0] // units, 1)
+        first = rows.start // height
+        end = -(-rows.stop // height) if rectangle.elements else first
         shapes = joined.shapes(rectangle.shape, pieces[0].shape)
         stored = tuple(
             StoredRectangle(
                 name,
                 shape,
                 (piece.stored.type.name,),
-                (slice(first, last), *(slice(0, size) for size in piece.shape[1:])),
+                (slice(first, end), *(slice(0, size) for size in piece.shape[1:])),
             )
             for name, shape, piece in zip(names, shapes, pieces, strict=True)
         )
-        chosen = slice(rows.start - first * each, rows.stop - first * each), rectangle.index[1]
+        chosen = slice(rows.start - first * height, rows.stop - first * height), rectangle.index[1]
         return Read(stored, rectangle.parameter, rectangle.row, partial(_join, joined, pieces, chosen))
     return None
 
 
 def _join(joined: _Joined, tensors: Sequence[NamedTensor], chosen: tuple[slice, ...], *parts: Tensor) -> Tensor:
-    """Return the rows and columns `chosen` of what the parts of both pieces make."""
+    """Return the rows and columns `chosen` of the tensor that the parts of both pieces make."""
     values = []
     for tensor, part in zip(tensors, parts, strict=True):
         type = tensor.stored.type
