@@ -1,4 +1,4 @@
-"""The metadata of GGUF files for a config.json, with the keys of llama.cpp's converter."""
+"""Makes the metadata of a GGUF file from a config.json, with the keys of llama.cpp's converter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 Fields = dict[str, Any]
 
 
-def _routed(c: Fields) -> Fields:
+def _deepseek_experts(c: Fields) -> Fields:
     return {
         "expert_shared_count": c["n_shared_experts"],
         "leading_dense_block_count": c["first_k_dense_replace"],
@@ -29,7 +29,7 @@ def _yarn(rope: Fields) -> Fields:
     }
 
 
-def _of_delta_net(c: Fields) -> Fields:
+def _delta_net(c: Fields) -> Fields:
     return {
         "ssm.conv_kernel": c["linear_conv_kernel_dim"],
         "ssm.state_size": c["linear_key_head_dim"],
@@ -41,10 +41,10 @@ def _of_delta_net(c: Fields) -> Fields:
     }
 
 
-def _of_deepseek(c: Fields) -> Fields:
+def _deepseek(c: Fields) -> Fields:
     nope, rope, latent = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["kv_lora_rank"]
     return (
-        _routed(c)
+        _deepseek_experts(c)
         | _yarn(c["rope_scaling"])
         | {
             "rope.scaling.yarn_log_multiplier": 0.1 * c["rope_scaling"]["mscale_all_dim"],
@@ -60,7 +60,7 @@ def _of_deepseek(c: Fields) -> Fields:
     )
 
 
-def _of_gemma4(c: Fields) -> Fields:
+def _gemma4(c: Fields) -> Fields:
     slides, shared = [kind == "sliding_attention" for kind in c["layer_types"]], c["num_kv_shared_layers"]
     fields: Fields = {
         "attention.sliding_window": c["sliding_window"],
@@ -104,7 +104,7 @@ _FIELDS: dict[str, Callable[[Fields], Fields]] = {
         "rope.scaling.factor": c["rope_scaling"]["factor"],
     },
     "glm4moe": lambda c: (
-        _routed(c)
+        _deepseek_experts(c)
         | {
             "rope.dimension_count": c["head_dim"] // 2,
             "block_count": c["num_hidden_layers"] + 1,
@@ -125,11 +125,11 @@ _FIELDS: dict[str, Callable[[Fields], Fields]] = {
             "attention.sliding_window": c["sliding_window"],
         }
     ),
-    "deepseek2": _of_deepseek,
-    "qwen3next": _of_delta_net,
-    "qwen35": lambda c: _of_delta_net(c) | {"rope.dimension_sections": [2, 1, 1, 0]},
-    "qwen35moe": lambda c: _of_delta_net(c) | {"rope.dimension_sections": [2, 1, 1, 0]},
-    "gemma4": _of_gemma4,
+    "deepseek2": _deepseek,
+    "qwen3next": _delta_net,
+    "qwen35": lambda c: _delta_net(c) | {"rope.dimension_sections": [2, 1, 1, 0]},
+    "qwen35moe": lambda c: _delta_net(c) | {"rope.dimension_sections": [2, 1, 1, 0]},
+    "gemma4": _gemma4,
 }
 _RENAMED = {
     "intermediate_size": "feed_forward_length",
@@ -144,6 +144,7 @@ _RENAMED = {
 
 
 def metadata_of(architecture: str, c: Fields) -> Fields:
+    """Return the metadata of a file. c: the fields of the language model in config.json."""
     theta = c.get("rope_theta") or c.get("rope_parameters", {}).get("rope_theta", 0)
     fields: Fields = {
         "block_count": c["num_hidden_layers"],

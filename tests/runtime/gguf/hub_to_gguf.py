@@ -1,4 +1,4 @@
-"""Writes checkpoints of the hub as GGUF files, with the names, orders and hyper-parameters of llama.cpp's converter."""
+"""Writes checkpoints of the hub as GGUF files, with the names, orders and metadata of llama.cpp's converter."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -34,9 +34,9 @@ _EXPERTS = {
     **{f"mlp.shared_expert.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
-_AFTER = {"post_attention_layernorm": "post_attention_norm"}
-_GEMMA = _AFTER | {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-_DELTA = _AFTER | {
+_POST_NORM = {"post_attention_layernorm": "post_attention_norm"}
+_GEMMA = _POST_NORM | {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_DELTA = _POST_NORM | {
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -53,12 +53,12 @@ _NAMES: dict[str, dict[str, str]] = {
     "mistral3": {},
     "gemma3": _GEMMA,
     "qwen2moe": _EXPERTS,
-    "glm4moe": _AFTER
+    "glm4moe": _POST_NORM
     | _EXPERTS
     | {"eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm"}
     | {"shared_head.norm": "nextn.shared_head_norm"},
     "minimax-m2": _EXPERTS,
-    "gpt-oss": _AFTER
+    "gpt-oss": _POST_NORM
     | _EXPERTS
     | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks.weight"}
     | {f"mlp.experts.{name}_proj_bias": f"ffn_{name}_exps.bias" for name in ("gate", "up", "down")},
@@ -102,7 +102,7 @@ _TOP = {
 
 
 def _stacked(tensors: Tensors) -> Tensors:
-    """Return experts that are stored one by one as one tensor for each projection, [experts, out, in]."""
+    """Return all tensors, with those of single experts stacked to [experts, out, in]."""
     found, experts = Tensors(), dict[str, dict[int, Tensor]]()
     for name, tensor in tensors.items():
         part = re.fullmatch(r"(.*\.experts\.)(\d+)\.(.*)", name)
@@ -113,8 +113,8 @@ def _stacked(tensors: Tensors) -> Tensors:
     return found | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
 
 
-def _halves(tensors: Tensors) -> Tensors:
-    """Return gate and up of experts [experts, gate and up, in] as two tensors."""
+def _split_gate_up(tensors: Tensors) -> Tensors:
+    """Return all tensors, with gate_up_proj [experts, gate then up, in] split into gate_proj and up_proj."""
     found = Tensors()
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
@@ -127,8 +127,11 @@ def _halves(tensors: Tensors) -> Tensors:
     return found
 
 
-def _turns(tensors: Tensors) -> Tensors:
-    """Return gate and up of gpt-oss, which are in turns, as two tensors; weights there are [experts, in, out]."""
+def _split_interleaved(tensors: Tensors) -> Tensors:
+    """Return all tensors, with the experts of gpt-oss as the file has them.
+
+    gate_up_proj interleaves gate and up and is split; weights [experts, in, out] are transposed.
+    """
     found = Tensors()
     for name, tensor in tensors.items():
         before, is_bias = name.removesuffix("_bias").removesuffix("_proj"), name.endswith("_bias")
@@ -142,8 +145,8 @@ def _turns(tensors: Tensors) -> Tensors:
     return found
 
 
-def _paired(tensors: Tensors, fields: Fields) -> Tensors:
-    """Return queries and keys whose halves of a head became adjacent pairs of a rotation."""
+def _pair_rows(tensors: Tensors, fields: Fields) -> Tensors:
+    """Return all tensors, with the two halves of each query and key head interleaved."""
     half = fields["head_dim"] // 2
 
     def paired(tensor: Tensor) -> Tensor:
@@ -152,8 +155,8 @@ def _paired(tensors: Tensors, fields: Fields) -> Tensors:
     return {n: paired(t) if re.search(r"\.[qk]_proj\.weight", n) else t for n, t in tensors.items()}
 
 
-def _fused(tensors: Tensors) -> Tensors:
-    """Return queries, keys and values as one tensor, as the converter writes them when it is asked to."""
+def _fuse_qkv(tensors: Tensors) -> Tensors:
+    """Return all tensors, with q_proj, k_proj and v_proj concatenated, an option of the converter."""
     found = Tensors()
     for name, tensor in tensors.items():
         if name.endswith("q_proj.weight"):
@@ -164,7 +167,8 @@ def _fused(tensors: Tensors) -> Tensors:
     return found
 
 
-def _split_keys(tensors: Tensors, fields: Fields) -> Tensors:
+def _split_kv_b(tensors: Tensors, fields: Fields) -> Tensors:
+    """Return all tensors, with kv_b_proj split into keys [heads, latent, dim] and values [heads, dim, latent]."""
     heads, nope = fields["num_attention_heads"], fields["qk_nope_head_dim"]
     found = Tensors()
     for name, tensor in tensors.items():
@@ -177,12 +181,16 @@ def _split_keys(tensors: Tensors, fields: Fields) -> Tensors:
     return found
 
 
-def _plus_one(tensors: Tensors, *, but: str = "-") -> Tensors:
-    return {n: t + 1 if n.endswith("norm.weight") and but not in n else t for n, t in tensors.items()}
+def _plus_one(tensors: Tensors, *, except_in: str = "-") -> Tensors:
+    """Return all tensors, with 1 added to the weights of norms. except_in: part of the names of other norms."""
+    return {n: t + 1 if n.endswith("norm.weight") and except_in not in n else t for n, t in tensors.items()}
 
 
 def _delta_net(tensors: Tensors, fields: Fields, *, tiled: bool) -> Tensors:
-    """Return delta nets with sorted projections; tiled: with value heads j * keys + k in place of k * r + j."""
+    """Return all tensors, with those of delta nets as the file has them.
+
+    tiled: value head k * r + j of the hub, the j-th of key head k, is head j * key_heads + k of the file.
+    """
     key_heads, value_heads, key_dim, dim = (
         fields[f"linear_{part}"] for part in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     )
@@ -193,7 +201,7 @@ def _delta_net(tensors: Tensors, fields: Fields, *, tiled: bool) -> Tensors:
         return rows.reshape(shape).transpose(0, 1).reshape(rows.shape) if tiled else rows
 
     found = Tensors()
-    for name, tensor in _plus_one(_halves(tensors), but="linear_attn").items():
+    for name, tensor in _plus_one(_split_gate_up(tensors), except_in="linear_attn").items():
         match name.rpartition("linear_attn.")[2]:
             case "in_proj_qkvz.weight":
                 sizes = [key_dim, key_dim, r * dim, r * dim]
@@ -219,6 +227,7 @@ def _delta_net(tensors: Tensors, fields: Fields, *, tiled: bool) -> Tensors:
 
 
 def _minimax(tensors: Tensors) -> Tensors:
+    """Return all tensors, with the names of other mixtures."""
     renamed = {
         "w1": "gate_proj",
         "w3": "up_proj",
@@ -234,13 +243,13 @@ def _minimax(tensors: Tensors) -> Tensors:
 
 
 _TRANSFORMS: dict[str, Callable[[Tensors, Fields], Tensors]] = {
-    "qwen3vl": lambda t, _: _fused(t),
-    "mistral3": lambda t, c: _paired({n.removeprefix("language_model."): one for n, one in t.items()}, c),
+    "qwen3vl": lambda t, _: _fuse_qkv(t),
+    "mistral3": lambda t, c: _pair_rows({n.removeprefix("language_model."): one for n, one in t.items()}, c),
     "gemma3": lambda t, _: _plus_one(t),
     "qwen2moe": lambda t, _: {n: one[0] if n.endswith("shared_expert_gate.weight") else one for n, one in t.items()},
     "minimax-m2": lambda t, _: _minimax(t),
-    "gpt-oss": lambda t, _: _turns(t),
-    "deepseek2": _split_keys,
+    "gpt-oss": lambda t, _: _split_interleaved(t),
+    "deepseek2": _split_kv_b,
     "qwen3next": lambda t, c: _delta_net(t, c, tiled=False),
     "qwen35": lambda t, c: _delta_net(t, c, tiled=True),
     "qwen35moe": lambda t, c: _delta_net(t, c, tiled=True),
@@ -248,6 +257,7 @@ _TRANSFORMS: dict[str, Callable[[Tensors, Fields], Tensors]] = {
 
 
 def _name(architecture: str, name: str) -> str:
+    """Return the name in a file."""
     if name in _TOP:
         return _TOP[name]
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
@@ -258,7 +268,7 @@ def _name(architecture: str, name: str) -> str:
 
 
 def q8_0(values: Tensor) -> tuple[bytes, Tensor]:
-    """Return rows of whole blocks of 32 in Q8_0, d = max |x| / 127, and what they mean."""
+    """Return the Q8_0 blocks of rows, of 32 values and a scale max |x| / 127 each, and the values they decode to."""
     blocks = values.float().reshape(-1, 32)
     d = (blocks.abs().amax(1, keepdim=True) / 127).half()
     codes = torch.where(d == 0, 0, (blocks / d.float()).round()).clamp(-127, 127)
@@ -267,7 +277,7 @@ def q8_0(values: Tensor) -> tuple[bytes, Tensor]:
 
 
 def _stored(values: Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """Return a tensor in the smallest of Q8_0, F16 and F32 that has exactly its values; vectors are in F32."""
+    """Return a tensor in the smallest of Q8_0, F16 and F32 that keeps its values exact; vectors always in F32."""
     values, shape = values.contiguous().float(), tuple(values.shape)
     if values.ndim > 1 and shape[-1] % 32 == 0:
         data, found = q8_0(values)
@@ -285,7 +295,7 @@ def write(
     tensors: Tensors,
     others: Mapping[str, tuple[str, tuple[int, ...], bytes]] | None = None,
 ) -> Path:
-    """Write a file. fields: of the language model in config.json. others: tensors in place of those of their names."""
+    """Write a file. fields: of the language model in config.json. others: tensors that replace those of their names."""
     renamed = _stacked(tensors)
     if architecture in _TRANSFORMS:
         renamed = _TRANSFORMS[architecture](renamed, fields)
@@ -293,7 +303,7 @@ def write(
     found = {}
     for name, tensor in renamed.items():
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if name in _TOP or (layer is not None and int(layer[1]) < last):  # no tower, no layers of drafts
+        if name in _TOP or (layer is not None and int(layer[1]) < last):  # no vision tower, no further draft layers
             found[_name(architecture, name)] = _stored(tensor)
     if architecture == "gemma4":
         half, part = fields["global_head_dim"] // 2, 0.25

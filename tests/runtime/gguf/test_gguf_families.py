@@ -1,5 +1,7 @@
-"""GGUF files of all architectures against the directories of the same values, which the conformance tests compare with
-transformers."""
+"""GGUF files of all architectures have the logits of the directories from which they are made.
+
+The conformance tests compare directories with transformers.
+"""
 
 import json
 import re
@@ -49,26 +51,26 @@ MODELS: dict[str, tuple[str, str, Dims]] = {
     "gpt-oss": ("gpt-oss", "gpt_oss", {"heads": 6, "kv_heads": 3, "inter": 96}),
     "deepseek2": ("deepseek2", "deepseek_v3", {"heads": 5, "experts": 8, "topk": 3, "moe_inter": 96}),
     "qwen3next": ("qwen3next", "qwen3_next", {**DELTA, **MIXTURE, **delta_nets(3, 6, 32, 64)}),
-    # Two value heads of 128 fill a block of 256 columns of Q4_K, and are not neighbours in a file.
+    # A block of Q4_K (256 columns) spans two value heads of 128, which are not neighbours on the hub.
     "qwen35": ("qwen35", "qwen3_5", {**DELTA, "text_alone": True, "tied": False, **delta_nets(2, 4, 32, 128)}),
     "qwen35moe": ("qwen35moe", "qwen3_5_moe", {**DELTA, "text_alone": True, **MIXTURE, **delta_nets(3, 9, 32, 32)}),
     "gemma4-26b": ("gemma4", "gemma4_text", {"heads": 4, "kv_heads": 2, "layers": 3, **MIXTURE}),
     "gemma4-e2b": ("gemma4", "gemma4_text", {"heads": 4, "kv_heads": 1, "layers": 6, "per_layer": 32}),
 }
-"""By name: the architecture, the family of make_tiny.py, and its dimensions."""
+"""By name: the architecture, the family in make_tiny.py and its dimensions."""
 IDS = torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(0)).tolist()
-"""More tokens than windows and the contexts before their extension."""
+"""More tokens than sliding windows and the contexts before rope scaling have."""
 
 
 class NoTokenizer:
-    """Stands for the tokenizer of a checkpoint that reads no text."""
+    """Replaces the tokenizer of a checkpoint, as these tests encode no text and training one takes seconds."""
 
     def token_to_id(self, token: str) -> int:
         return 1
 
 
-def rounded(name: str, tensor: Tensor) -> Tensor:
-    """Return values that blocks of Q8_0 and numbers of F16 have, in fp32."""
+def representable(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor rounded to values that the file can store exactly: in Q8_0, in F16 or as they are."""
     tensor = tensor.float()
     if name.endswith((".o_proj.weight", ".kv_b_proj.weight")):
         return tensor.half().float()
@@ -80,15 +82,15 @@ def make(out: Path, tmp: Path, name: str) -> tuple[Path, Path]:
     """Return a directory and a GGUF file of the same values."""
     architecture, family, dims = MODELS[name]
     usual: Dims = {"hidden": HIDDEN, "inter": 192, "vocab": VOCAB, "layers": 2}
-    with mock.patch.object(tool(), "make_tokenizer", lambda *_: NoTokenizer()):  # to train one would take seconds
+    with mock.patch.object(tool(), "make_tokenizer", lambda *_: NoTokenizer()):
         made = make_checkpoint(family, tmp, seed=len(name), **(usual | dims))
     directory = out / name
     shutil.copytree(made, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = {n: t for file in sorted(made.glob("*.safetensors")) for n, t in load_file(file).items()}
-    # gpt-oss has [experts, in, out], of which blocks run along the second dimension.
-    turned = {n for n in tensors if architecture == "gpt-oss" and n.endswith(("gate_up_proj", "down_proj"))}
+    # gpt-oss has weights [experts, in, out], and blocks run along `in`.
+    transposed = {n for n in tensors if architecture == "gpt-oss" and n.endswith(("gate_up_proj", "down_proj"))}
     tensors = {
-        n: rounded(n, t.transpose(1, 2)).transpose(1, 2).contiguous() if n in turned else rounded(n, t)
+        n: representable(n, t.transpose(1, 2)).transpose(1, 2).contiguous() if n in transposed else representable(n, t)
         for n, t in tensors.items()
     }
     others: dict[str, Any] = {}
@@ -100,7 +102,7 @@ def make(out: Path, tmp: Path, name: str) -> tuple[Path, Path]:
 
 
 def q4_k_output(key_heads: int, each: int, dim: int) -> tuple[dict[str, Any], Tensor]:
-    """Return a projection of the file in Q4_K, whose columns are tiled by value heads, and its values on the hub."""
+    """Return an output projection in Q4_K, with its columns tiled by value heads, and its values on the hub."""
     columns = key_heads * each * dim
     data = random_blocks("Q4_K", HIDDEN, columns, np.random.default_rng(0), scale=0.002)
     blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(HIDDEN, -1, TYPES["Q4_K"][2])
@@ -109,7 +111,7 @@ def q4_k_output(key_heads: int, each: int, dim: int) -> tuple[dict[str, Any], Te
 
 
 def score(team: Team, *, models: list[str], out: str, ids: list[int]) -> None:
-    """Write the logits of each model in fp32 on rank 0."""
+    """Write the fp32 logits of each model, from rank 0."""
     for model in models:
         worker = Worker(Path(model), team, RankConfig(dtype=torch.float32, max_total_tokens=256))
         if team.group.rank:
@@ -121,7 +123,7 @@ def score(team: Team, *, models: list[str], out: str, ids: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with directories and files of all models, and the logits of both."""
+    """Return a folder with the directory and the file of each model, and the logits of both."""
     out = tmp_path_factory.mktemp("families")
     made = [make(out, tmp_path_factory.mktemp("made"), name) for name in MODELS]
     files = [str(file) for _, file in made]
@@ -145,7 +147,7 @@ def test_logits_are_those_of_the_directory(scored: Path, name: str) -> None:
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("name", ["qwen35", "deepseek2"])
 def test_blocks_are_held_as_they_are(scored: Path, name: str) -> None:
-    """The second of two ranks holds the values of its rows and columns, in their new order."""
+    """The second of two ranks holds exactly the values of its rows and columns, in the order of the hub."""
     card, wanted = read_card(scored / f"{name}.gguf"), load_file(scored / name / "model.safetensors")
     formats = weight_formats(card.quantization, torch.bfloat16, None)
     model = build_model(card, Sharding(1, 2, torch.bfloat16, None, formats=formats))
@@ -163,7 +165,7 @@ def test_blocks_are_held_as_they_are(scored: Path, name: str) -> None:
     assert held >= {"mlp.down_proj.weight"} | ({"linear_attn.out_proj.weight"} if name == "qwen35" else set())
 
 
-def test_what_files_cannot_say_is_refused(scored: Path, tmp_path: Path) -> None:
+def test_unsupported_routers_drafts_and_missing_pieces_are_refused(scored: Path, tmp_path: Path) -> None:
     file = open_gguf(scored / "deepseek2.gguf")
     metadata: dict[str, Any] = {
         key: value for key, value in file.metadata.items() if isinstance(value, str | int | float)

@@ -1,4 +1,4 @@
-"""A tiny Llama of random blocks: a GGUF file, and a directory and a second GGUF file with the same values in fp32."""
+"""Makes a tiny Llama of random blocks: a GGUF file, and a directory and a GGUF file with the same values in fp32."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ METADATA: dict[str, Any] = {
 
 
 def make(folder: Path) -> tuple[Path, Path, Path]:
-    """Return the file, the directory and the file of floats. All formats occur; neighbours that are fused have one."""
+    """Return the file, the directory and the file of floats. All formats occur; fused projections share theirs."""
     rng, values = np.random.default_rng(0), dict[str, torch.Tensor]()
     stored: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     floats: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
@@ -72,7 +72,7 @@ def make(folder: Path) -> tuple[Path, Path, Path]:
         for name, (module, rows, columns) in _SHAPES.items():
             kind = stored[f"blk.{layer}.ffn_gate.weight"][0] if name == "ffn_up" else next(kinds)
             found = add(f"blk.{layer}.{name}.weight", kind, rows, columns)
-            if name in ("attn_q", "attn_k"):  # pairs of a rotation become halves of a head
+            if name in ("attn_q", "attn_k"):  # the directory has pairs of a rotation in halves of a head
                 found = found.view(-1, SIZE // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
             values[f"model.layers.{layer}.{module}.weight"] = found.contiguous()
     values["model.norm.weight"] = vector = torch.rand(HIDDEN) + 0.5
