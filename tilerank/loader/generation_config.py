@@ -1,7 +1,9 @@
 """generation_config.json: the token ids and sampling values that a model's makers advise. The file is optional."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError
 from .fields import Fields
@@ -27,9 +29,20 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
-def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
-    """Return the sampling values of the file, whatever its `do_sample` is, as other servers do. Raises ConfigError."""
-    c = read_generation_config(model_dir)
+def read_sampling_defaults(model_dir: Path, override: Mapping[str, float] | None = None) -> SamplingDefaults:
+    """Return the sampling values of the file, whatever its `do_sample` is, as other servers do. Raises ConfigError.
+
+    override: values of --override-generation-config, in place of those of the file.
+    """
+    given = Fields(Path("--override-generation-config"), override or {})
+    for name in given.values:
+        if name not in SamplingDefaults.__dataclass_fields__:
+            raise given.fail(name, f"one of {', '.join(SamplingDefaults.__dataclass_fields__)}")
+    return SamplingDefaults(**(_sampling_values(read_generation_config(model_dir)) | _sampling_values(given)))
+
+
+def _sampling_values(c: Fields) -> dict[str, Any]:
+    """Return the sampling values that the fields give."""
     bounds = {
         "temperature": (0.0, 100.0),
         "top_p": (0.0, 1.0),
@@ -37,5 +50,5 @@ def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
         "repetition_penalty": (0.01, 100.0),
     }
     numbers = {key: c.number(key, low, high, above=False) for key, (low, high) in bounds.items() if c.has(key)}
-    top_k = max(c.integer("top_k", -1, (1 << 31) - 1), 0) if c.has("top_k") else 0  # -1 is off as well
-    return SamplingDefaults(top_k=top_k, **numbers)
+    top_k = {"top_k": max(c.integer("top_k", -1, (1 << 31) - 1), 0)} if c.has("top_k") else {}  # -1 is off as well
+    return {**numbers, **top_k}

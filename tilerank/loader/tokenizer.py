@@ -32,11 +32,13 @@ _RESULT = "<|tool_response>"
 class Tokenizer:
     """The tokenizer of a model directory.
 
-    special_tokens: name ("bos_token") -> content. Raises TokenizerError if a file is missing, malformed or unsupported.
+    template_file: a chat template in place of the directory's. special_tokens: name ("bos_token") -> content. Raises
+    TokenizerError if a file is missing, malformed or unsupported.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, template_file: Path | None = None) -> None:
         self.model_dir = model_dir
+        self.template_file = template_file
         self._file, read = find_vocabulary(model_dir)
         with tokenizer_errors(f"{self._file}: not a valid tokenizer"):
             vocabulary = read(model_dir)
@@ -82,9 +84,9 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """That of the model directory. For the vocabulary of harmony it is harmony's own, unless the directory has a
-        template that writes no channels."""
-        found = JinjaTemplate(self.model_dir, self.special_tokens, self.reasoning_marks)
+        """That of the model directory, or of `template_file`. For the vocabulary of harmony it is harmony's own, unless
+        there is a template that writes no channels."""
+        found = JinjaTemplate(self.model_dir, self.special_tokens, self.reasoning_marks, self.template_file)
         writes_channels = not found.source or CHANNEL in found.source
         return HarmonyTemplate() if self.has_channels and writes_channels else found
 

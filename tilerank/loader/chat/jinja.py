@@ -78,14 +78,24 @@ class JinjaTemplate(ChatTemplate):
     """The chat templates of a model directory, from files of their own, chat_template.json or tokenizer_config.json.
 
     special_tokens: bos_token, eos_token, ...; variables of the templates. marks: those of reasoning that the vocabulary
-    has. Methods raise TokenizerError for a template that does not compile.
+    has. file: one template in place of all of them. Methods raise TokenizerError for a template that does not compile.
     """
 
-    def __init__(self, model_dir: Path, special_tokens: Mapping[str, str], marks: ReasoningMarks | None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        special_tokens: Mapping[str, str],
+        marks: ReasoningMarks | None,
+        file: Path | None = None,
+    ) -> None:
         self._model_dir = model_dir
         self._marks = marks
         self._special_tokens = dict(special_tokens)
-        self._templates = {name: _Template(name, where, source) for name, (where, source) in _find(model_dir).items()}
+        if file is None:
+            found = _find(model_dir)
+        else:
+            found = {"default": (file, read_text(file.parent, file.name, TokenizerError))}
+        self._templates = {name: _Template(name, where, source) for name, (where, source) in found.items()}
 
     @cached_property
     def _reasons_in_parts(self) -> bool:
