@@ -331,7 +331,7 @@ def test_who_is_still_unanswered_when_time_is_up_is_told() -> None:
     async def check_grammar(grammar: str) -> None:
         raise AssertionError("nobody asked for a grammar")
 
-    about = ServerSettings("silent", "0", None, SamplingDefaults(), PLAIN_TEXT, check_grammar)
+    about = ServerSettings(("silent",), "0", (), SamplingDefaults(), PLAIN_TEXT, check_grammar)
     with ThreadPoolExecutor(1) as pool:
         using = pool.submit(use)
         run_http(Http(listener, Tokenizer(DEMO), about, Access()), http_control, 0.2, ready.set)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TextIO
 
-from .commands.doctor import own_version
 from .errors import USER_ERRORS
 from .logs import drain, never_block, say
 from .options.arguments import Parser, UsageError, parse, with_config
 from .options.hub import find_model
+from .version import own_version
 
 COMMANDS = {
     "generate": "generate text from a Hugging Face directory",

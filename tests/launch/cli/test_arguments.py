@@ -24,6 +24,11 @@ from tilerank.launch.options.arguments import with_config
             ("serve", DEMO, "--gpu-memory-utilization=0.9"),
             "there is no option --gpu-memory-utilization; did you mean --mem-fraction-static? (tilerank serve --help)",
         ),
+        (
+            ("pull", "Qwen/Qwen3-0.6B"),
+            "there is no command 'pull'; the first command that names a model downloads it, ",
+        ),
+        (("run", DEMO), "there is no command 'run'; `tilerank chat MODEL` talks with a model (tilerank --help)"),
         (("plan", DEMO, "--quantisation", "int8"), "there is no option --quantisation; did you mean --quantization? "),
         (("plan", DEMO, "--colour"), "there is no option --colour (tilerank plan --help)"),
         (("plan", DEMO, "other"), "unexpected argument 'other' (tilerank plan --help)"),
@@ -46,6 +51,15 @@ def test_a_context_longer_than_the_model_allows_is_refused_before_anything_start
     assert result.status == 1
     error = "tilerank: error: --context-length 5000 is more than the 4096 tokens of the model's context"
     assert result.err.splitlines() == [error]
+
+
+def test_a_model_after_an_option_with_several_values() -> None:
+    """The directory that is missing is the model. With --model-path, all values belong to the option."""
+    for option in ("--allowed-hosts", "--cors-origins", "--served-model-name"):
+        (error,) = run("serve", option, "a.example", "no-such-directory", "--port", 0).errors
+        assert error.startswith("tilerank: error: no-such-directory is not a directory")
+        (error,) = run("serve", "--model-path", "none-there", option, "a.example", "b.example").errors
+        assert error.startswith("tilerank: error: none-there is not a directory")
 
 
 def test_version() -> None:

@@ -157,7 +157,8 @@ async def serving(
     model: Path,
     template: str | None,
     *,
-    api_key: str | None = None,
+    models: tuple[str, ...] = ("it",),
+    api_keys: tuple[str, ...] = (),
     media: MediaReader | None = None,
     voices: tuple[str, ...] = (),
     sampling: SamplingDefaults | None = None,
@@ -165,6 +166,7 @@ async def serving(
     pooling: Pooling | None = None,
     strict: bool = False,
     context_length: int = 4096,
+    seed: int | None = None,
 ) -> AsyncIterator[Server]:
     """Serve a model directory. template: written into it; None for its own. variables: of it, unless requests say
     otherwise."""
@@ -177,9 +179,9 @@ async def serving(
     format = answer_format(tokenizer, "hermes")
     defaults = sampling or SamplingDefaults()
     settings = ServerSettings(
-        "it",
+        models,
         "0",
-        api_key,
+        api_keys,
         defaults,
         format,
         check_grammar,
@@ -189,6 +191,7 @@ async def serving(
         pooling=pooling,
         pairs=family_of("qwen3").pairs,
         strict_fields=strict,
+        seed=seed,
     )
     engines, (ours, theirs) = EngineClient(), socket.socketpair()
     attached = asyncio.create_task(engines.attach(0, ours))

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -87,4 +88,19 @@ def test_the_reference_lists_what_there_is(model: Path) -> None:
         operations = [(method.upper(), path) for path, methods in found["paths"].items() for method in methods]
         assert sorted(table) == sorted(operations)
 
-    run(model, QWEN_3, ask, api_key="k")
+    run(model, QWEN_3, ask, api_keys=("k",))
+
+
+def test_a_server_draws_the_seeds_of_requests_without_one(model: Path) -> None:
+    """As Python's generator does, in order; prompts of one request have seeds of their own."""
+
+    async def ask(server: Server) -> None:
+        for fields in ({"prompt": ["a", "b"], "n": 2}, {"prompt": "a", "seed": 5, "n": 2}, {"prompt": "a"}):
+            answer = await server.http.post("/v1/completions", json={"max_tokens": 4, **fields})
+            assert answer.status_code == 200, answer.text
+        drawn = Random(7)
+        expected = [drawn.getrandbits(63) for _ in range(5)]
+        found = [seed for submit in server.submits for seed in submit.seeds]
+        assert found == [*expected[:4], 5, 6, expected[4]]
+
+    run(model, QWEN_3, ask, seed=7)

@@ -190,7 +190,7 @@ def test_the_key_may_be_in_either_header(model: Path) -> None:
                 assert found.headers["www-authenticate"] == "Bearer"
         assert (await server.http.get("/v1/messages")).headers["allow"] == "POST"
 
-    run(model, QWEN_3, ask, api_key="secret")
+    run(model, QWEN_3, ask, api_keys=("secret",))
 
 
 def test_a_stream_that_fails(model: Path) -> None:

@@ -6,7 +6,6 @@ the system calls. The exit status is non-zero only for problems that prevent run
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -25,6 +24,7 @@ from ..host.kept_rates import rung_texts
 from ..host.placement import auto_ranks, place
 from ..host.topology import Topology, read_topology
 from ..text import count
+from ..version import installed_version, own_version
 
 REQUIRED = (
     "torch",
@@ -91,7 +91,7 @@ def examine(root: Path = Path("/")) -> tuple[dict[str, Any], list[Finding]]:
     else:
         report.update(_machine(topology, root))
         findings += machine_findings(topology, root, report["memory_policy_refusal"])
-    report["libraries"] = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    report["libraries"] = {name: installed_version(name) for name in (*REQUIRED, *OPTIONAL)}
     findings += library_findings(report["libraries"])
     report["isa"], isa_findings = _isa() if report["libraries"]["torch"] else ([], [])  # the kernels need torch
     report["rungs"] = rung_texts() if report["isa"] else []
@@ -167,18 +167,6 @@ def machine_findings(topology: Topology, root: Path, policy_refusal: str | None)
     return [Finding("warning", what, advice) for what, advice in found]
 
 
-def own_version() -> str | None:
-    """Return the installed version, or None if the project runs from its source tree."""
-    return _version("tilerank")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def library_findings(versions: dict[str, str | None]) -> list[Finding]:
     missing = [name for name in REQUIRED if versions[name] is None]
     return [Finding("error", f"the library {name} is not installed", f"pip install {name}") for name in missing]
@@ -218,7 +206,7 @@ def _mpi() -> dict[str, Any]:
         # In a separate process: loading the library may abort, and must not initialise MPI here.
         code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
         library = mpi_name(_output([sys.executable, "-c", code]))
-    return {"launchers": launchers, "mpi4py": _version("mpi4py"), "mpi4py_library": library}
+    return {"launchers": launchers, "mpi4py": installed_version("mpi4py"), "mpi4py_library": library}
 
 
 def _output(command: list[str]) -> str:

@@ -16,8 +16,7 @@ from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 from ..errors import USER_ERRORS
 from ..logs import say
 from ..offline.link import LINK, PARENT
-from ..options import model
-from ..options.arguments import template_variables
+from ..options import model, other_servers, requests
 from ..processes.process import die_with
 from ..processes.status import ErrorReport, StatusPipe
 from ..processes.supervisor import Outcome, run_group
@@ -36,16 +35,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model, of its ranks, and of what becomes a prompt."""
-    parser.add_argument_group("chat template").add_argument(
-        "--default-chat-template-kwargs",
-        type=template_variables,
-        default={},
-        metavar="JSON",
-        help="variables of the chat template that requests leave out, such as a fixed date of gpt-oss",
-    )
+    requests.add_arguments(parser)
     media_options.add_arguments(parser)
     model.add_arguments(parser)
     start.add_arguments(parser)
+    other_servers.add_arguments(parser, other_servers.MODEL)
 
 
 def is_rank(args: argparse.Namespace) -> bool:
@@ -100,7 +94,7 @@ class EngineJob(GenerateJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(worker, self._options.mm_cache_bytes)
+        engine = Engine(worker, self._options.mm_cache_bytes, self._args.max_running_requests)
         serve_connections(engine, [socket.socket(fileno=int(os.environ[LINK]))], self._ranks)
 
 
@@ -111,5 +105,8 @@ def check_model(args: argparse.Namespace) -> None:
 
     model_dir = model.model_directory(args)
     check_pairs(model.checked_card(args, model_dir))
-    media_options.check(args, load_processor(model_dir, Tokenizer(model_dir)))
-    read_sampling_defaults(model_dir)
+    tokenizer = Tokenizer(model_dir, args.chat_template)
+    media_options.check(args, load_processor(model_dir, tokenizer))
+    if args.chat_template is not None:
+        tokenizer.chat_template.variables(None)  # which finds errors of its syntax
+    read_sampling_defaults(model_dir, args.override_generation_config)

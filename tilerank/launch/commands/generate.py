@@ -19,7 +19,7 @@ from ..host.cpulist import format_cpulist
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
 from ..logs import log_debug_on_rank0, log_info_on_rank0, say
-from ..options import model
+from ..options import model, other_servers
 from ..options.arguments import number, whole_number
 from ..planning import cache_size
 from ..planning.plan_text import cache_text, render, states_text, windows_text
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speech_output.add_arguments(parser)
     model.add_arguments(parser)
     start.add_arguments(parser)
+    other_servers.add_arguments(parser, other_servers.MODEL)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     job = GenerateJob(args)
     identity = identify(os.environ)
     if start.ours_to_start(args, identity):
+        for note in other_servers.notes(args):
+            say(note)
         job.prepare()
         return start.start_ranks(args, identity)
     return run_rank(identity, args, job)

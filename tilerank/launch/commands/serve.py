@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -16,101 +15,47 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from tilerank.runtime.server.link.handover import connect, connections
 
-from .. import logs
 from ..errors import LaunchError
 from ..host import cgroup
 from ..host.placement import divide_placement
 from ..host.topology import read_topology
 from ..logs import say
-from ..options import model
-from ..options.arguments import seconds, whole_number
+from ..options import other_servers
+from ..options.arguments import whole_number
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
-from ..processes.status import Reached, StatusPipe
+from ..processes.status import StatusPipe
 from ..processes.supervisor import END_S, WatchedConditions, supervise
 from ..ranks import ranks_table, start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import Identity, identify
 from ..ranks.start import HostRanks
+from ..serving import http_options
+from ..serving.http_options import DRAIN_S, TERMINAL_DRAIN_S
 from ..serving.server_supervisor import ServerSupervisor
 from . import engine
-from .doctor import own_version
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
     from tilerank.runtime.rank.worker import Worker
-    from tilerank.runtime.server.http.access import Access
 
     from ..host.placement import Placement, RankPlacement
-
-log = logging.getLogger(__name__)
 
 HTTP_FDS = "TILERANK_HTTP_FDS"
 """In the environment of the HTTP process: its listening socket and the control socket."""
 CONTROL = "TILERANK_CONTROL"
 """In the environment of rank 0: the socket over which connections to HTTP processes come, if it does not start one."""
-API_KEY = "TILERANK_API_KEY"
-DRAIN_S = 600.0
-"""Longest wait for answers that are under way once the server is to stop; a second signal ends it at once."""
-TERMINAL_DRAIN_S = 30.0
-"""DRAIN_S for a server in a terminal, where a person waits."""
 MAX_RESTARTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    http = parser.add_argument_group("HTTP")
-    http.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDR", help="address to listen on (default: this machine only)"
-    )
-    http.add_argument(
-        "--port", type=whole_number(0, 65535), default=8000, metavar="N", help="0: any free one (default: 8000)"
-    )
-    http.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call it (default: the directory's name)"
-    )
-    http.add_argument(
-        "--api-key", metavar="KEY", help=f"that clients must show (better in {API_KEY}: others see options)"
-    )
-    http.add_argument(
-        "--max-queued-requests",
-        type=whole_number(1),
-        default=1024,
-        metavar="N",
-        help="choices of requests that may wait; while as many do, further requests get 503 (default: 1024)",
-    )
-    http.add_argument(
-        "--allowed-hosts",
-        nargs="+",
-        action="extend",
-        metavar="NAME",
-        help="names that the Host header of requests may have, beside those of loopback (default: on a loopback --host "
-        "none, else any)",
-    )
-    http.add_argument(
-        "--cors-origins",
-        nargs="+",
-        action="extend",
-        metavar="ORIGIN",
-        help="web pages of other sites that may use the server, such as https://chat.example.org, or * (default: none)",
-    )
-    http.add_argument(
-        "--strict-fields",
-        action="store_true",
-        help="refuse unknown fields and tools of requests (default: ignore them, and name them in a header)",
-    )
-    http.add_argument(
-        "--drain-timeout",
-        type=seconds,
-        metavar="S",
-        help="longest wait for answers that are under way when the server is told to stop "
-        f"(default: {TERMINAL_DRAIN_S:g} on a terminal, {DRAIN_S:g} elsewhere); told again, it ends at once",
-    )
+    http_options.add_arguments(parser)
     engine.add_arguments(parser)
+    other_servers.add_arguments(parser, other_servers.ANSWERS)
     group = parser.add_argument_group("replicas")
     group.add_argument(
         "--dp",
@@ -146,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         _refuse_for_others(args, identity)
     if not ours:
         return run_rank(identity, args, job)
+    for note in other_servers.notes(args):
+        say(note)
     replicas = _replicas(args, identity, job)
     if 0 not in replicas[0].here:
         return supervise(replicas[0].specs(), _watch(args), end_s=args.drain_timeout + END_S)
@@ -187,7 +134,7 @@ def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostR
     """Run the server as the parent of its processes, and keep the listening socket open for them."""
     max_restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
     placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
-    with job.listener as listener:
+    with job.address.listening(), job.listener as listener:
         return ServerSupervisor(
             lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, placed)],
             [partial(_leading, ranks) for ranks in replicas],
@@ -207,10 +154,11 @@ class ServeJob(engine.EngineJob):
 
     def prepare(self) -> None:
         super().prepare()
+        http_options.check(self._args)
         if CONTROL not in os.environ:
-            self.listener = _listen(self._args.host, self._args.port)
-            host, port = self.listener.getsockname()[:2]
-            self._url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+            self.address = http_options.address(self._args)
+            self.listener = self.address.listen()
+            self._url = f"{self.address.url(self.listener)}{self._args.root_path}/v1"
 
     def model_bytes(self) -> ModelBytes:
         """Return what the model takes on one rank."""
@@ -234,33 +182,18 @@ class ServeJob(engine.EngineJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(worker, self._options.mm_cache_bytes)
+        engine = Engine(worker, self._options.mm_cache_bytes, self._args.max_running_requests)
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)
         else:
-            with _own_http(self._args.argv, self.listener, placement) as control:
+            with self.address.listening(), _own_http(self._args.argv, self.listener, placement) as control:
                 self.say_ready()
                 serve_connections(engine, connections(control), self._ranks)
 
     def say_ready(self) -> None:
-        say(f"tilerank: {self._args.served_model_name or self._model_dir} is served at {self._url}")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as e:
-        raise LaunchError(f"--host {host}: {e.strerror}") from e
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as e:
-        listener.close()
-        raise LaunchError(f"--host {host} --port {port} cannot be listened on: {e.strerror}") from e
-    return listener
+        names = " and ".join(self._args.served_model_name or [str(self._model_dir)])
+        say(f"tilerank: {names} is served at {self._url}")
 
 
 @contextlib.contextmanager
@@ -307,42 +240,7 @@ def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Seque
 
 
 def _run_http_process(args: argparse.Namespace) -> int:
-    from tilerank.loader.tokenizer import Tokenizer
+    from ..serving.http_command import run_http_process
 
-    from ..serving.grammar_trial import GrammarTrial
-    from ..serving.http_process import Http, run
-    from ..serving.settings import server_settings
-    from ..serving.text_processes import TextProcesses
-
-    logs.configure(0, args.log_level, prefix=False)
-    tokenizer = Tokenizer(model.model_directory(args))
     listener, control = (socket.socket(fileno=int(fd)) for fd in os.environ[HTTP_FDS].split(","))
-    about = server_settings(
-        args,
-        tokenizer,
-        TextProcesses(tokenizer),
-        GrammarTrial(tokenizer.model_dir).check,
-        name=args.served_model_name or tokenizer.model_dir.resolve().name,
-        version=own_version() or "unknown",
-        api_key=args.api_key or os.environ.get(API_KEY) or None,
-        strict_fields=args.strict_fields,
-    )
-    status = StatusPipe.inherited()
-    status.send(Reached("listening"))
-    run(
-        Http(listener, tokenizer, about, _access(args, listener), args.max_queued_requests),
-        control,
-        args.drain_timeout,
-        lambda: status.send(Reached("serving")),
-    )
-    return 0
-
-
-def _access(args: argparse.Namespace, listener: socket.socket) -> Access:
-    """Return whom the server answers. On loopback a name other than its own is that of an attacker's page."""
-    from tilerank.runtime.server.http.access import Access
-
-    loopback = ip_address(listener.getsockname()[0]).is_loopback
-    hosts = args.allowed_hosts or (() if loopback else None)
-    names = None if hosts is None else tuple(name.lower() for name in hosts)
-    return Access(names, tuple(args.cors_origins or ()))
+    return run_http_process(args, listener, control)

@@ -52,11 +52,11 @@ class OfflineEngine:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        tokenizer = Tokenizer(model.model_directory(args))
+        tokenizer = Tokenizer(model.model_directory(args), args.chat_template)
         self._grammars = GrammarTrial(tokenizer.model_dir)
         name = tokenizer.model_dir.resolve().name
         encoder = DirectTextEncoder(tokenizer)
-        settings = server_settings(args, tokenizer, encoder, self._grammars.check, name=name, version="")
+        settings = server_settings(args, tokenizer, encoder, self._grammars.check, names=(name,), version="")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="tilerank", daemon=True)
         self._pid = os.getpid()

@@ -21,6 +21,23 @@ OTHER_NAMES = {
     "--threads": "--cores",
 }
 """Options of other programs, and the name of the same thing here."""
+OTHER_COMMANDS = {
+    "list": "`hf cache ls` lists the models that were downloaded",
+    "ls": "`hf cache ls` lists the models that were downloaded",
+    "pull": "the first command that names a model downloads it, and `hf download` does it ahead",
+    "run": "`tilerank chat MODEL` talks with a model",
+}
+"""Commands of other programs, and how the same is done here."""
+
+
+class ModelAfterNames(argparse._ExtendAction):
+    """Takes values up to the next option, and those of each time that it is given. If no model is given, the last value
+    of an option with several is the model (see `parse`)."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        super().__call__(parser, namespace, values, option)
+        if len(values) > 1:
+            namespace.names_before_model = self.dest
 
 
 class UsageError(LaunchError):
@@ -36,7 +53,9 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Name the nearest subcommand for one that does not exist."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            self.error(f"there is no {action.dest} {value!r}{_nearest(str(value), action.choices)}")
+            other = OTHER_COMMANDS.get(str(value)) if action.dest == "command" else None
+            hint = _nearest(str(value), action.choices) if other is None else f"; {other}"
+            self.error(f"there is no {action.dest} {value!r}{hint}")
         super()._check_value(action, value)
 
 
@@ -44,6 +63,8 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse `argv`. Raises UsageError, which names the subcommand and the nearest option."""
     args, unknown = parser.parse_known_args(argv)
     if not unknown:
+        if (names := getattr(args, "names_before_model", None)) and args.model is None and args.model_path is None:
+            args.model = Path(getattr(args, names).pop())
         return args
     command = _subparser(parser, argv)
     name = unknown[0].split("=", 1)[0]
@@ -143,6 +164,25 @@ def template_variables(text: str) -> dict[str, Any]:
     if not isinstance(found, dict) or any(isinstance(value, dict | list) for value in found.values()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object of texts, numbers, booleans and null")
     return found
+
+
+def json_numbers(text: str) -> dict[str, float]:
+    """An argparse type: a JSON object of numbers."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or any(type(value) not in (int, float) for value in found.values()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object of numbers")
+    return found
+
+
+def path_prefix(text: str) -> str:
+    """An argparse type: the beginning of the path of a URL, such as /llm; "/" is none."""
+    prefix = text.rstrip("/")
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", prefix):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the beginning of a path, such as /llm")
+    return prefix
 
 
 def real_number(accepts: Callable[[float], bool], what: str) -> Callable[[str], float]:

@@ -69,7 +69,7 @@ def find_model(args: argparse.Namespace) -> None:
             )
         setattr(args, name, download(str(given), args.revision))
         if getattr(args, "served_model_name", "") is None:
-            args.served_model_name = str(given)
+            args.served_model_name = [str(given)]
         os.environ[OFFLINE] = "1"
         return
     if getattr(args, "revision", None) is not None:

@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--tp",
+        "-tp",
+        "--tp-size",
         "--tensor-parallel-size",
         type=_auto_or_count,
         default=None,

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,8 @@ GRACE_S = 1.0
 """A connection may wait so long for its request before a new one takes its place."""
 RETRY_S = 0.2
 """Between attempts while there is no place."""
+HANDSHAKE_S = 10.0
+"""Within which a client agrees on the keys of TLS."""
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -26,12 +29,20 @@ class Acceptor:
 
     When there are as many, the connection that has waited longest for a request gives its place to the next one. If all
     have requests, new connections stay in the listening socket until one ends. make: returns the protocol of a new one.
+    tls: settings of HTTPS; None for HTTP.
     """
 
-    def __init__(self, listener: socket.socket, make: Callable[[], DeadlineProtocol], limit: int) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], DeadlineProtocol],
+        limit: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._listener = listener
         self._make = make
         self._limit = limit
+        self._tls = tls
         self._open: set[DeadlineProtocol] = set()
         self._waiting: dict[DeadlineProtocol, float] = {}  # for a request, since when; in that order
         self._starting: set[asyncio.Task[None]] = set()
@@ -75,7 +86,14 @@ class Acceptor:
 
     async def _start(self, protocol: DeadlineProtocol, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+            shaking_s = None if self._tls is None else HANDSHAKE_S
+            await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=shaking_s
+            )
+        except OSError:
+            if self._tls is None:
+                raise
+            self._leave(protocol)  # the client does not speak TLS, or refuses the certificate
         except BaseException:
             self._leave(protocol)
             raise

@@ -6,6 +6,7 @@ import math
 import resource
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tilerank.runtime.server.apis.service import ServerSettings
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.http.access import ANY, Access, AccessMiddleware
 from tilerank.runtime.server.http.drain import DrainMiddleware
+from tilerank.runtime.server.http.root_path import RootPathMiddleware
 from tilerank.runtime.server.link.client import MAX_QUEUED, EngineClient
 from tilerank.runtime.server.link.handover import receive_connection
 
@@ -41,13 +43,16 @@ COUNT_S = 1.0
 
 @dataclass(frozen=True)
 class Http:
-    """The listening socket, the model that is served, and the web pages that may use it."""
+    """The listening socket, the model that is served, and the web pages that may use it. tls: None for HTTP. root_path:
+    below which requests are answered as well."""
 
     listener: socket.socket
     tokenizer: Tokenizer
     about: ServerSettings
     access: Access
     max_queued: int = MAX_QUEUED
+    tls: ssl.SSLContext | None = None
+    root_path: str = ""
 
 
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
@@ -72,7 +77,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     stop_requested = asyncio.Event()
     server = _HttpServer(
         uvicorn.Config(
-            AccessMiddleware(app, http.access),
+            RootPathMiddleware(AccessMiddleware(app, http.access), http.root_path),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -84,6 +89,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
         ),
         lambda: loop.call_soon_threadsafe(stop_requested.set),
         connections,
+        http.tls,
     )
     engines: set[asyncio.Task[None]] = set()
 
@@ -146,8 +152,15 @@ async def _drained(gate: DrainMiddleware, within_s: float) -> bool:
 class _HttpServer(uvicorn.Server):
     """A server that accepts connections after a signal, too, and answers them with an error while it drains."""
 
-    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], object], connections: int) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_signal: Callable[[], object],
+        connections: int,
+        tls: ssl.SSLContext | None,
+    ) -> None:
         super().__init__(config)
+        self._tls = tls
         self._on_signal = on_signal
         self._connections = connections
 
@@ -157,7 +170,12 @@ class _HttpServer(uvicorn.Server):
         config, state = self.config, self.server_state
         await self.lifespan.startup()
         self.servers = [
-            Acceptor(listener, lambda: DeadlineProtocol(config, state, self.lifespan.state), self._connections)  # type: ignore[misc]
+            Acceptor(  # type: ignore[misc]
+                listener,
+                lambda: DeadlineProtocol(config, state, self.lifespan.state),
+                self._connections,
+                self._tls,
+            )
             for listener in sockets
         ]
         self.started = True

@@ -28,10 +28,11 @@ def server_settings(
     encoder: TextEncoder,
     check_grammar: Callable[[str], Awaitable[None]],
     *,
-    name: str,
+    names: tuple[str, ...],
     version: str,
-    api_key: str | None = None,
+    api_keys: tuple[str, ...] = (),
     strict_fields: bool = True,
+    open_metrics: bool = False,
 ) -> ServerSettings:
     """Return the settings of the APIs for the model of `tokenizer`.
 
@@ -42,10 +43,10 @@ def server_settings(
     card = with_options(read_card(model_dir), options.family)
     family = family_of(card.model_type)
     return ServerSettings(
-        name,
+        names,
         version,
-        api_key,
-        _sampling(model_dir),
+        api_keys,
+        _sampling(model_dir, args.override_generation_config),
         answer_format(tokenizer, family.tool_calls),
         check_grammar,
         media_options.media_reader(args, load_processor(model_dir, tokenizer)),
@@ -56,6 +57,8 @@ def server_settings(
         card.pooling,
         family.pairs,
         strict_fields,
+        args.seed,
+        open_metrics,
     )
 
 
@@ -65,10 +68,11 @@ def _weights(options: model.ModelOptions, card: ModelCard) -> str:
     return held_codes(card.quantization, options.quantization) or ("float32" if floats == "float32" else "bfloat16")
 
 
-def _sampling(model_dir: Path) -> SamplingDefaults:
-    """Return what generation_config.json advises, and log what of it differs from the defaults."""
-    advised, plain = read_sampling_defaults(model_dir), asdict(SamplingDefaults())
+def _sampling(model_dir: Path, override: dict[str, float]) -> SamplingDefaults:
+    """Return the sampling values of requests without any, and log what of them differs from the defaults."""
+    advised, plain = read_sampling_defaults(model_dir, override), asdict(SamplingDefaults())
     found = ", ".join(f"{name} {value:g}" for name, value in asdict(advised).items() if value != plain[name])
+    source = "generation_config.json" + " and --override-generation-config" * bool(override)
     if found:
-        log.info("requests that do not say otherwise are sampled as generation_config.json advises: %s", found)
+        log.info("requests that do not say otherwise are sampled as %s say: %s", source, found)
     return advised

@@ -111,9 +111,9 @@ class TextProcesses:
     """A TextEncoder: the HTTP process's end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        files = [tokenizer.model_dir] + [tokenizer.template_file] * (tokenizer.template_file is not None)
         self.short, self.long = (
-            LimitedPool(count, _answers, __name__, str(tokenizer.model_dir))
-            for count in (SHORT_PROCESSES, LONG_PROCESSES)
+            LimitedPool(count, _answers, __name__, *map(str, files)) for count in (SHORT_PROCESSES, LONG_PROCESSES)
         )
         self.short.start()
         self._facts: TemplateFacts | None = None
@@ -162,12 +162,12 @@ class TextProcesses:
         return answer
 
 
-def main(model_dir: Path) -> None:
+def main(model_dir: Path, template_file: Path | None = None) -> None:
     """Answer each question."""
     # For one text, another thread takes longer, and has limits of its own.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     connection = to_parent(_questions)
-    tokenizer = Tokenizer(model_dir)
+    tokenizer = Tokenizer(model_dir, template_file)
     trim = ctypes.CDLL(None).malloc_trim
     trim(0)  # reading it takes twice as much memory as it has
 
@@ -221,4 +221,4 @@ def _unpacked(ids: bytes) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -56,15 +56,16 @@ class Engine:
     """Serves requests with the model of `worker`, which is rank 0's. The other ranks run `Worker.follow`.
 
     mm_cache_bytes: how many bytes of encoded media each rank keeps; requests whose media take more are refused.
+    max_running: requests that run at once.
     """
 
-    def __init__(self, worker: Worker, mm_cache_bytes: int = MM_CACHE_BYTES) -> None:
+    def __init__(self, worker: Worker, mm_cache_bytes: int = MM_CACHE_BYTES, max_running: int = MAX_RUNNING) -> None:
         self.worker = worker
         self.card = worker.card
         self._eos = frozenset(worker.card.eos_token_ids)
         self._whole_tokens = worker.encoder.whole_tokens if worker.encoder else 0
         chunk_rows = max(PREFILL_CHUNK, self._whole_tokens)
-        self.scheduler = Scheduler(cache_kinds(worker, mm_cache_bytes), MAX_RUNNING, chunk_rows)
+        self.scheduler = Scheduler(cache_kinds(worker, mm_cache_bytes), max_running, chunk_rows)
         self.speaking = SpeechScheduler(worker, read_speech_settings(self.card))
         self.encoding = MediaEncoding(worker)
         self._pooler = None if self.card.pooling is None else Pooler(worker, self.card.pooling)

@@ -78,7 +78,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("POST", "/tokenize", tokenize.tokenize, Tokenize),
         Operation("POST", "/detokenize", tokenize.detokenize, Detokenize),
         Operation("GET", "/tokenizer_info", models.tokenizer_info),
-        Operation("GET", "/metrics", health.metrics),
+        Operation("GET", "/metrics", health.metrics, public=settings.open_metrics),
         Operation("GET", "/status", health.status),
         Operation("GET", "/load", health.load),
         Operation("GET", "/", health.page, public=True),
@@ -88,7 +88,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("GET", "/health_generate", health.health_generate, public=True),
         Operation("GET", "/version", models.version, public=True),
     ]
-    reference = ReferenceEndpoints(operations, settings.version, settings.api_key is not None)
+    reference = ReferenceEndpoints(operations, settings.version, bool(settings.api_keys))
     operations += [
         Operation("GET", "/openapi.json", reference.openapi, public=True),
         Operation("GET", "/docs", reference.page, public=True),
@@ -116,10 +116,12 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
 
 def _guarded(operation: Operation, settings: ServerSettings) -> Handler:
     """Return the handler of an operation behind checks of the API key and of the task of the model."""
-    key, task = settings.api_key, settings.task
+    keys, task = [key.encode() for key in settings.api_keys], settings.task
 
     async def checked(request: Request) -> Response:
-        if key is not None and not hmac.compare_digest(_given_key(request).encode(), key.encode()):
+        given = _given_key(request).encode()
+        # All keys are compared, so that the time does not say which one is right.
+        if keys and not sum(hmac.compare_digest(given, key) for key in keys):
             message = "Expected this server's API key as a bearer token, or in the header x-api-key."
             raise ApiError(401, message, code="invalid_api_key")
         if operation.tasks and task not in operation.tasks:

@@ -19,12 +19,13 @@ class ModelEndpoints:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models. Lists the model that is served."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._service.settings.models]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{model}. Describes the model that is served."""
-        self._service.check_model(request.path_params["model"])
-        return JSONResponse(self._model())
+        name = request.path_params["model"]
+        self._service.check_model(name)
+        return JSONResponse(self._model(name))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info. Shows the chat template, the special tokens and the size of the vocabulary."""
@@ -39,8 +40,8 @@ class ModelEndpoints:
         """GET /version. Shows the version of tilerank."""
         return JSONResponse({"version": self._service.settings.version})
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         service = self._service
         voices = {"voices": list(service.settings.voices)} if service.settings.voices else {}
-        model = {"id": service.settings.model, "object": "model", "created": service.started, "owned_by": "tilerank"}
+        model = {"id": name, "object": "model", "created": service.started, "owned_by": "tilerank"}
         return model | {"max_model_len": service.context_length} | voices

@@ -1,6 +1,7 @@
 """The service behind all APIs: the state of a server, the reading of bodies, and the path from a chat to its answer."""
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import (
@@ -57,9 +58,9 @@ Body = TypeVar("Body", bound=pydantic.BaseModel)
 class ServerSettings:
     """The settings of a server that follow from its model and its operator."""
 
-    model: str  # its name in the API
+    models: tuple[str, ...]  # its names in the API, of which answers have the first
     version: str  # of tilerank
-    api_key: str | None  # that requests must have; None for none
+    api_keys: tuple[str, ...]  # of which requests must have one; empty if none is needed
     sampling: SamplingDefaults  # the values of fields that a request leaves out
     answer_format: AnswerFormat  # of the model's reasoning and tool calls
     check_grammar: Callable[[str], Awaitable[None]]  # raises RequestError for one that must not reach the engine
@@ -71,6 +72,12 @@ class ServerSettings:
     pooling: Pooling | None = None  # how the model embeds texts or scores pairs; None if it generates text
     pairs: PairTemplate | None = None  # what it reads of a pair; None unless it scores pairs
     strict_fields: bool = False  # refuse fields, tools and efforts that other servers have, which are else ignored
+    seed: int | None = None  # draws the seeds of requests without one; None for a random one
+    open_metrics: bool = False  # whether /metrics needs no key
+
+    @property
+    def model(self) -> str:
+        return self.models[0]
 
     @property
     def task(self) -> str:
@@ -93,6 +100,7 @@ class Service:
         processor = None if settings.media is None else settings.media.processor
         self._encoder = settings.encoder or DirectTextEncoder(tokenizer)
         self._end_token_ids: tuple[int, ...] | None = None  # known once a request needs them
+        self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
         self.prompts = PromptBuilder(
             tokenizer,
             settings.model,
@@ -161,9 +169,9 @@ class Service:
 
     def check_model(self, requested: str | None) -> None:
         """Raise ApiError if a request names another model than the one that is served."""
-        model = self.settings.model
-        if requested is not None and requested != model:
-            message = f"There is no model {requested!r}; this server serves {model!r}."
+        models = self.settings.models
+        if requested is not None and requested not in models:
+            message = f"There is no model {requested!r}; this server serves {' and '.join(map(repr, models))}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def prompt(self, messages: list[Message], template: TemplateRequest, share: Share) -> ChatPrompt:
@@ -215,6 +223,7 @@ class Service:
             prompts,
             grammar,
             bad_words,
+            partial(self._seeds.getrandbits, 63),
             new_reader or partial(MarkedReader, body, self.tokenizer),
         )
         body.drop_large_fields()

@@ -26,8 +26,9 @@ class Generation:
 
     ends: tokens that end an answer, beside those that the engine has of the model's configuration.
 
-    prompts: is emptied, because pictures take much memory. grammar, bad_words: as in SamplingParams. new_reader: makes
-    the reader of a choice. Raises ApiError if the request cannot run.
+    prompts: is emptied, because pictures take much memory. grammar, bad_words: as in SamplingParams. draw_seed: returns
+    the seed of a choice, if the request has none. new_reader: makes the reader of a choice. Raises ApiError if the
+    request cannot run.
 
     body: without messages, once the request runs. is_stopped: set if no further delta is needed.
     """
@@ -42,6 +43,7 @@ class Generation:
         prompts: list[Prompt],
         grammar: str | None,
         bad_words: tuple[tuple[int, ...], ...],
+        draw_seed: Callable[[], int],
         new_reader: Callable[[], AnswerReader],
     ) -> None:
         if client.state is None:
@@ -63,7 +65,7 @@ class Generation:
         self._prompt_ids = [list(prompt.token_ids) if needs_ids else [] for prompt in final]
         self._submissions = []
         for prompt in final:
-            of_choices = seeds(body)
+            of_choices = seeds(body, draw_seed)
             values = vars(defaults)
             params = sampling_params(body, prompt, of_choices[0], context_length, values, ends, bad_words, grammar)
             self._submissions.append((prompt, params, of_choices))

@@ -1,6 +1,6 @@
 """Translates the fields of a request into the parameters of the engine."""
 
-import secrets
+from collections.abc import Callable
 from typing import Any
 
 from ...protocol.errors import RequestError
@@ -10,10 +10,10 @@ from ..http.errors import ApiError
 from .request import Sampling
 
 
-def seeds(body: Sampling) -> list[int]:
-    """Return the seed of each choice."""
+def seeds(body: Sampling, draw: Callable[[], int]) -> list[int]:
+    """Return the seed of each choice. draw: returns one for a request without."""
     if body.seed is None:
-        return [secrets.randbits(63) for _ in range(body.n)]
+        return [draw() for _ in range(body.n)]
     return [(body.seed + choice) % (1 << 64) for choice in range(body.n)]
 
 

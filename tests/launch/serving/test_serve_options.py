@@ -1,0 +1,180 @@
+"""Options of `tilerank serve` that people know from other servers: one server with all of them, at a unix socket."""
+
+import argparse
+import json
+import os
+import re
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from certificate import CERTIFICATE, KEY
+from command import DEMO, Run, run
+
+from tilerank.launch.errors import LaunchError
+from tilerank.launch.options.arguments import path_prefix
+from tilerank.launch.serving.http_options import api_keys, tls
+from tilerank.loader.errors import ConfigError, TokenizerError
+from tilerank.loader.generation_config import read_sampling_defaults
+from tilerank.loader.tokenizer import Tokenizer
+
+PROMPT = "In the beginning God"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the files that the options of `server` name."""
+    made = tmp_path_factory.mktemp("options")
+    (made / "keys").write_text("# team a\nkey-a\n\n  key-b\n")
+    (made / "template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    (made / "cert.pem").write_text(CERTIFICATE)
+    (made / "key.pem").write_text(KEY)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Run]:
+    options = {
+        "--uds": folder / "socket",
+        "--root-path": "/llm/",
+        "--ssl-certfile": folder / "cert.pem",
+        "--ssl-keyfile": folder / "key.pem",
+        "--api-key-file": folder / "keys",
+        "--chat-template": folder / "template.jinja",
+        "--override-generation-config": '{"temperature": 0, "top_k": 5}',
+        "--max-num-seqs": 1,
+        "--seed": 7,
+        "-tp": 1,
+        "--device": "cpu",
+        "--tool-call-parser": "hermes",
+    }
+    given = [part for option in options.items() for part in option]
+    with Run(
+        *("serve", "--dtype", "float32", "--metrics-no-key", "--trust-remote-code", *given),
+        *("--served-model-name", "first", "second", DEMO),
+    ) as running:
+        line = running.await_line("is served at").rstrip()
+        assert line == f"tilerank: first and second is served at unix:{folder / 'socket'}:/llm/v1"
+        yield running
+
+
+@pytest.fixture
+def client(folder: Path, server: Run) -> Iterator[httpx.Client]:
+    context = ssl.create_default_context(cafile=folder / "cert.pem")
+    transport = httpx.HTTPTransport(uds=str(folder / "socket"), verify=context)
+    headers = {"Authorization": "Bearer key-b"}
+    with httpx.Client(transport=transport, base_url="https://localhost", headers=headers, timeout=120) as one:
+        yield one
+
+
+def complete(client: httpx.Client, **fields: Any) -> Any:
+    answer = client.post("/llm/v1/completions", json={"prompt": PROMPT, "max_tokens": 8, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_names_and_sampling_values_in_place_of_the_models(client: httpx.Client) -> None:
+    """Temperature 0 gives one text; generation_config.json of the demo model says another temperature."""
+    assert json.loads((DEMO / "generation_config.json").read_text()).get("temperature", 1) > 0
+    likely = complete(client, temperature=0)["choices"][0]["text"]
+    for name in ("first", "second"):
+        answer = complete(client, model=name, n=4)
+        assert answer["model"] == "first" and {choice["text"] for choice in answer["choices"]} == {likely}
+    warm = {choice["text"] for choice in complete(client, temperature=1, n=4)["choices"]}
+    assert len(warm) > 1
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["first", "second"]
+    refused = client.post("/v1/completions", json={"model": DEMO.name, "prompt": "a"})
+    assert refused.status_code == 404 and "'first' and 'second'" in refused.text
+
+
+def test_any_key_of_the_file_and_metrics_without_one(client: httpx.Client) -> None:
+    for key, status in (("key-a", 200), ("key-b", 200), ("# team a", 401), ("key-c", 401)):
+        assert client.get("/llm/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == status
+    metrics = client.get("/metrics", headers={"Authorization": ""})
+    assert metrics.status_code == 200 and "tilerank_engine_up" in metrics.text
+
+
+def test_the_chat_template_of_a_file(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "Who came?"}]
+    ids = client.post("/v1/chat/completions/render", json={"messages": messages}).json()["token_ids"]
+    assert client.post("/detokenize", json={"tokens": ids}).json()["prompt"].endswith("[user] Who came?")
+
+
+def test_notes_of_options_that_change_nothing(server: Run) -> None:
+    for option in ("--trust-remote-code", "--device", "--tool-call-parser"):
+        assert len([line for line in server.heard().splitlines() if line.startswith(f"tilerank: {option}: ")]) == 1
+
+
+def test_a_client_that_speaks_no_tls_leaves_no_trace(folder: Path, server: Run, client: httpx.Client) -> None:
+    plain = httpx.HTTPTransport(uds=str(folder / "socket"))
+    with httpx.Client(transport=plain) as stranger, pytest.raises(httpx.TransportError):
+        stranger.get("http://localhost/health")
+    assert client.get("/health").status_code == 200
+    assert "Traceback" not in server.heard()
+
+
+def test_the_path_is_free_after_the_end(folder: Path, server: Run) -> None:
+    os.kill(server.process.pid, 15)
+    assert server.process.wait(60) == 0
+    assert not (folder / "socket").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ((None, "a"), "--ssl-keyfile a needs --ssl-certfile"),
+        (("none", None), "--ssl-certfile none cannot be read: No such file or directory"),
+        ((DEMO / "config.json", None), "config.json: expected a certificate and its key in PEM, without a password"),
+    ],
+)
+def test_certificates_that_cannot_be_used(files: tuple[Path | None, ...], sentence: str) -> None:
+    given: Any = SimpleNamespace(ssl_certfile=files[0], ssl_keyfile=files[1])
+    with pytest.raises(LaunchError, match=re.escape(sentence)):
+        tls(given)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"top": 1}, "--override-generation-config: top: expected one of temperature, top_k, top_p"),
+        ({"top_p": 2}, "--override-generation-config: top_p: expected a number from 0, at most 1, found 2"),
+    ],
+)
+def test_sampling_values_that_cannot_be_used(values: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        read_sampling_defaults(DEMO, values)
+
+
+def test_files_that_cannot_be_used_end_the_command_before_anything_starts() -> None:
+    result = run("serve", DEMO, "--uds", "/none/socket")
+    error = "tilerank: error: --uds /none/socket cannot be listened on: No such file or directory"
+    assert (result.status, result.errors) == (1, [error])
+    with pytest.raises(TokenizerError, match=r"none.jinja: no such file"):
+        _ = Tokenizer(DEMO, Path("none.jinja")).chat_template
+
+
+def test_files_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILERANK_API_KEY", "of the environment")
+    file = tmp_path / "keys"
+    file.write_text("a\n")
+    given: Any = SimpleNamespace(api_key=None, api_key_file=file)
+    assert api_keys(given) == ("of the environment", "a")
+    given.api_key = "of the option"
+    assert api_keys(given) == ("of the option", "a")
+    file.write_text("# none\n\n")
+    with pytest.raises(LaunchError, match=r"keys: expected a key on each line, found none"):
+        api_keys(given)
+    file.unlink()
+    with pytest.raises(LaunchError, match=r"keys cannot be read: No such file"):
+        api_keys(given)
+
+
+def test_root_paths() -> None:
+    assert [path_prefix(text) for text in ("/", "/llm/", "/a/b")] == ["", "/llm", "/a/b"]
+    for text in ("llm", "/a b", "//a", "/?"):
+        with pytest.raises(argparse.ArgumentTypeError, match="beginning of a path"):
+            path_prefix(text)

@@ -1,0 +1,50 @@
+"""From the command line to the HTTP process: what it reads of the model directory, and the settings of the server."""
+
+import argparse
+import socket
+
+from tilerank.loader.tokenizer import Tokenizer
+
+from .. import logs
+from ..options import model
+from ..processes.status import Reached, StatusPipe
+from ..version import own_version
+from . import http_options
+from .grammar_trial import GrammarTrial
+from .http_process import Http, run
+from .settings import server_settings
+from .text_processes import TextProcesses
+
+
+def run_http_process(args: argparse.Namespace, listener: socket.socket, control: socket.socket) -> int:
+    """Serve until the process is told to stop, as `http_process.run`."""
+    logs.configure(0, args.log_level, prefix=False)
+    tokenizer = Tokenizer(model.model_directory(args), args.chat_template)
+    about = server_settings(
+        args,
+        tokenizer,
+        TextProcesses(tokenizer),
+        GrammarTrial(tokenizer.model_dir).check,
+        names=tuple(args.served_model_name or [tokenizer.model_dir.resolve().name]),
+        version=own_version() or "unknown",
+        api_keys=http_options.api_keys(args),
+        strict_fields=args.strict_fields,
+        open_metrics=args.metrics_no_key,
+    )
+    status = StatusPipe.inherited()
+    status.send(Reached("listening"))
+    run(
+        Http(
+            listener,
+            tokenizer,
+            about,
+            http_options.access(args, listener),
+            args.max_queued_requests,
+            http_options.tls(args),
+            args.root_path,
+        ),
+        control,
+        args.drain_timeout,
+        lambda: status.send(Reached("serving")),
+    )
+    return 0
