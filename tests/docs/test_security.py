@@ -11,6 +11,7 @@ from tilerank.runtime.server.apis.responses import store
 from tilerank.runtime.server.chat.generation import MAX_CHOICES
 from tilerank.runtime.server.http import body, form, json_values, media_budget, memory
 from tilerank.runtime.server.link import client
+from tilerank.runtime.server.monitoring.request_log import LINES_PER_S
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
@@ -53,7 +54,11 @@ STRUCTURES = f"{json_values.MAX_STRUCTURES:,}"
         ("lines of the log that wait", [mib(log_writer.LIMIT)]),
         (
             "lines of the log that clients cause",
-            [f"{log_limit.MAX_KINDS} kinds", f"after {log_limit.SHORTEST_S:g}, 2, 4 to {log_limit.LONGEST_S:g} s"],
+            [
+                f"{log_limit.MAX_KINDS} kinds",
+                f"the model ran {LINES_PER_S} in a second",
+                f"after {log_limit.SHORTEST_S:g}, 2, 4 to {log_limit.LONGEST_S:g} s",
+            ],
         ),
         ("waits before a process", [f"0, {FIRST_WAIT_S:g}, 2, 4 to {LONGEST_WAIT_S:g} s"]),
     ],

@@ -21,16 +21,19 @@ _OTHERS: _Key = ("", 0, "")
 
 @dataclass
 class _Kind:
-    """The records of a kind since its last line, which was written at `since`. Their number, and the last one."""
+    """The records of a kind since `since`, when the first of `lines` was written, or their sum. count, last: of those
+    that were not written."""
 
     since: float
     interval: float
+    lines: int = 1
     count: int = 0
     last: logging.LogRecord | None = None
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes the first record of a kind at once, and later how many more there were. Debug records are not limited."""
+    """Writes the first record of a kind at once, and later how many more there were. Of records with an attribute
+    `lines_per_s`, it writes so many of a second first. Debug records are not limited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +47,10 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         kind = self._kinds.get(key)
         if kind is None or (not kind.count and time.monotonic() >= kind.since + kind.interval):
             self._kinds[key] = _Kind(time.monotonic(), SHORTEST_S)
+            super().emit(record)
+            return
+        if not kind.count and kind.lines < getattr(record, "lines_per_s", 1):
+            kind.lines += 1
             super().emit(record)
             return
         kind.count += 1
@@ -64,10 +71,11 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             if kind.last is not None:
                 now = time.monotonic()
                 more = f"{kind.count} more of these in the last {now - kind.since:.0f} s"
-                summary = logging.makeLogRecord(vars(kind.last) | {"exc_info": None, "exc_text": None})
+                values = {name: value for name, value in vars(kind.last).items() if name != "created"}
+                summary = logging.makeLogRecord(values | {"exc_info": None, "exc_text": None})
                 summary.msg, summary.args = "%s: %s", (more, kind.last.getMessage().partition("\n")[0])
                 kind.since, kind.interval = now, min(2 * kind.interval, LONGEST_S)
-                kind.count, kind.last = 0, None
+                kind.count, kind.last, kind.lines = 0, None, 1
                 super().emit(summary)
         finally:
             self.release()

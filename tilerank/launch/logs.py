@@ -2,9 +2,11 @@
 
 import atexit
 import contextlib
+import json
 import logging
 import sys
-from typing import TextIO, cast
+import time
+from typing import Literal, TextIO, cast
 
 from .log_limit import LimitedHandler
 from .log_writer import LineWriter
@@ -12,7 +14,11 @@ from .log_writer import LineWriter
 DRAIN_S = 1.0
 """Longest wait at the end of a process for a reader of its last lines."""
 
+LogFormat = Literal["plain", "text", "json"]
+"""plain: lines for a terminal. text: the same lines with the time in UTC. json: an object on each line."""
+
 _rank = 0
+_format: LogFormat = "plain"
 _writer: LineWriter | None = None
 
 
@@ -34,14 +40,23 @@ def drain() -> None:
         _writer.drain(DRAIN_S)
 
 
+def use_format(format: LogFormat) -> None:
+    """Choose the format of all lines that this process writes from now on."""
+    global _format
+    _format = format
+
+
 def configure(rank: int, level: str, *, prefix: bool = False) -> None:
     """Send this process's log to stderr. `prefix` puts the rank before every line, for use without our supervisor."""
     global _rank
     _rank = rank
     handler = LimitedHandler()
-    head = f"[rank {rank}] " if prefix else ""
-    where = " %(name)s" if level == "debug" else ""
-    handler.setFormatter(logging.Formatter(f"{head}%(levelname)s{where}: %(message)s"))
+    if _format == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        head = ("%(asctime)s " if _format == "text" else "") + (f"[rank {rank}] " if prefix else "")
+        where = " %(name)s" if level == "debug" else ""
+        handler.setFormatter(_TextFormatter(f"{head}%(levelname)s{where}: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -49,6 +64,8 @@ def configure(rank: int, level: str, *, prefix: bool = False) -> None:
 
 def say(text: str) -> None:
     """Write a line to stderr. A full disk or a closed terminal must not cause a traceback."""
+    if _format == "json":
+        text = json.dumps({"time": _time(time.time()), "level": "info", "message": text})
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: stderr was closed from the start
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -64,3 +81,32 @@ def log_debug_on_rank0(logger: logging.Logger, message: str, *args: object) -> N
     """Log what is the same on all ranks once, with --log-level debug."""
     if _rank == 0:
         logger.debug(message, *args)
+
+
+class _TextFormatter(logging.Formatter):
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _time(record.created)
+
+
+class _JsonFormatter(logging.Formatter):
+    """Formats a record as an object with time, level, logger, rank and message; `request` and `exception` if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        values = {
+            "time": _time(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "rank": _rank,
+            "message": record.getMessage(),
+        }
+        if (request := getattr(record, "request", None)) is not None:
+            values["request"] = request
+        if record.exc_info:
+            values["exception"] = self.formatException(record.exc_info)
+        return json.dumps(values)
+
+
+def _time(seconds: float) -> str:
+    """Return a Unix time as ISO 8601 in UTC, with milliseconds."""
+    ms = int(seconds * 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d}Z"

@@ -23,7 +23,7 @@ from ..errors import LaunchError
 from ..host import cgroup
 from ..host.placement import divide_placement
 from ..host.topology import read_topology
-from ..logs import say
+from ..logs import say, use_format
 from ..options import other_servers
 from ..options.arguments import whole_number
 from ..planning.replicas import ModelBytes, divide, replica_count
@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sys.stdout = sys.stderr  # nothing is to be written to stdout, and stderr never blocks
+    use_format(args.log_format)
     if HTTP_FDS in os.environ:
         return _run_http_process(args)
     if args.drain_timeout is None:

@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest wait for answers that are under way when the server is told to stop "
         f"(default: {TERMINAL_DRAIN_S:g} on a terminal, {DRAIN_S:g} elsewhere); told again, it ends at once",
     )
+    http.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="of the log, which has a line for each request: text, or a JSON object on each line (default: text)",
+    )
 
 
 def _add_address(http: argparse._ActionsContainer) -> None:

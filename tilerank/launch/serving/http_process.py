@@ -24,6 +24,7 @@ from tilerank.runtime.server.http.drain import DrainMiddleware
 from tilerank.runtime.server.http.root_path import RootPathMiddleware
 from tilerank.runtime.server.link.client import MAX_QUEUED, EngineClient
 from tilerank.runtime.server.link.handover import receive_connection
+from tilerank.runtime.server.monitoring.request_log import RequestLogMiddleware
 
 from ..logs import say
 from .acceptor import Acceptor
@@ -77,7 +78,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     stop_requested = asyncio.Event()
     server = _HttpServer(
         uvicorn.Config(
-            RootPathMiddleware(AccessMiddleware(app, http.access), http.root_path),
+            RequestLogMiddleware(RootPathMiddleware(AccessMiddleware(app, http.access), http.root_path)),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -34,6 +34,7 @@ from .http.errors import ApiError, error_response
 from .http.form import FORM
 from .http.memory import MemoryMiddleware
 from .link.client import EngineClient
+from .monitoring.request_log import set_route
 from .web.pages import PageFiles
 
 IGNORED_HEADER = "X-Ignored-Fields"
@@ -94,7 +95,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetting
         Operation("GET", "/docs", reference.page, public=True),
     ]
     routes = [
-        Route(one.path, one.handler if one.public else _guarded(one, settings), methods=[one.method])
+        Route(one.path, _named(one.path, one.handler if one.public else _guarded(one, settings)), methods=[one.method])
         for one in operations
     ]
     app = Starlette(
@@ -134,6 +135,16 @@ def _guarded(operation: Operation, settings: ServerSettings) -> Handler:
         return response
 
     return checked
+
+
+def _named(path: str, handler: Handler) -> Handler:
+    """Return a handler whose requests have the path of their operation in the log."""
+
+    async def named(request: Request) -> Response:
+        set_route(request, path)
+        return await handler(request)
+
+    return named
 
 
 def _given_key(request: Request) -> str:

@@ -4,6 +4,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ class RecentRequest:
     first: float | None = None
     ended: float | None = None
     end: str | None = None
+
+
+collected: ContextVar[list[RecentRequest] | None] = ContextVar("collected", default=None)
+"""Where the request over HTTP that is being answered collects its requests of the model, for the log."""
 
 
 class RecentRequests:
@@ -49,6 +54,8 @@ class RecentRequests:
         """Record a request, which ends with the context. The caller sets why it has ended, unless it fails."""
         request = RecentRequest(id, usage, time.monotonic())
         self._requests.appendleft(request)
+        if (of_http := collected.get()) is not None:
+            of_http.append(request)
         try:
             yield request
         except ApiError:
