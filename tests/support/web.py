@@ -5,6 +5,28 @@ import socket
 import ssl
 import threading
 
+# Self-signed for localhost, valid until 2126, and used by tests only.
+CERTIFICATE = """\
+-----BEGIN CERTIFICATE-----
+MIIBlTCCATugAwIBAgIUDD1XHMgRtZQGMbbO886sKDSZWiIwCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyNDE5NDE0NloYDzIxMjYxMDMx
+MTk0MTQ2WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAATPQym0nEvq51np/I5qMdCQDUDtWTmeLScQsKvcZc6gkCvHaDv6fCcz
+oZ1YzLeuGodgnBQ0LcarEBouiQ4J8drjo2kwZzAdBgNVHQ4EFgQUBuBAhh4B53F2
+GkVVDv3ENwu+CukwHwYDVR0jBBgwFoAUBuBAhh4B53F2GkVVDv3ENwu+CukwDwYD
+VR0TAQH/BAUwAwEB/zAUBgNVHREEDTALgglsb2NhbGhvc3QwCgYIKoZIzj0EAwID
+SAAwRQIhANKHaTYurOMIewrnbGsxDpbRPWewBjqaC7UyCOkGRmeaAiAAohNYgVdK
+e0GzyEgUVwHsiCOe6z7m+/FoGCGPwq9SZQ==
+-----END CERTIFICATE-----
+"""
+KEY = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQghol3Fy6XMtuWN/ja
+3PfA1Q9KhYVuLtpFGy/uL1TE7/qhRANCAATPQym0nEvq51np/I5qMdCQDUDtWTme
+LScQsKvcZc6gkCvHaDv6fCczoZ1YzLeuGodgnBQ0LcarEBouiQ4J8drj
+-----END PRIVATE KEY-----
+"""
+
 
 class Web:
     """A server on loopback that answers each path with the bytes of `answers`, or with none. asked: its requests.

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from certificate import CERTIFICATE, KEY
 from command import DEMO, Run, run
+from web import CERTIFICATE, KEY
 
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.options.arguments import path_prefix

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificate import CERTIFICATE, KEY
 from chat_parts import data_url
-from web import Web, moved, ok
+from web import CERTIFICATE, KEY, Web, moved, ok
 
 from tilerank.runtime.protocol.errors import MediaError
 from tilerank.runtime.server.http import fetch as fetch_module
