@@ -1,4 +1,4 @@
-"""A real model against transformers, as rank processes see it."""
+"""What rank processes compute with a real model, for comparison with transformers (oracle.py)."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.worker import Worker
 
 
-def run(team: Team, *, model: str, wanted: str, new_tokens: int) -> dict[str, Any]:
+def answer(team: Team, *, model: str, wanted: str, new_tokens: int) -> dict[str, Any]:
     """Return the largest error of a logit relative to its row's largest, and the prompts whose greedy tokens differ."""
     worker = Worker(Path(model), team, RankConfig(dtype=torch.float32, max_total_tokens=8192))
     if team.group.rank:
         worker.follow()
         return {}
     engine, expected = Engine(worker), load_file(wanted)
-    token_ids = [expected[f"{i}.token_ids"].tolist() for i in range(len(expected) // 2)]
+    token_ids = [expected[f"{i}.token_ids"].tolist() for i in range(sum(name.endswith(".logits") for name in expected))]
     errors = [
         row_errors(engine.score(Prompt(ids))[-new_tokens - 1 : -1].clone(), expected[f"{i}.logits"])
         for i, ids in enumerate(token_ids)
@@ -34,3 +34,18 @@ def run(team: Team, *, model: str, wanted: str, new_tokens: int) -> dict[str, An
     worker.stop()
     wrong = [i for i, answer in enumerate(answers) if answer != token_ids[i][-new_tokens:]]
     return {"logit_error": float(torch.cat(errors).max()), "wrong_tokens": wrong, "prompts": len(answers)}
+
+
+def perplexity(team: Team, *, model: str, windows: list[list[int]]) -> float | None:
+    """Return, on rank 0, the perplexity of the tokens of windows after the first of each, in bf16."""
+    config = RankConfig(dtype=torch.bfloat16, activation_bits=16, max_total_tokens=4096)
+    worker = Worker(Path(model), team, config)
+    if team.group.rank:
+        worker.follow()
+        return None
+    engine, losses = Engine(worker), []
+    for ids in windows:
+        logits = engine.score(Prompt(ids))[:-1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none"))
+    worker.stop()
+    return float(torch.cat(losses).double().mean().exp())
