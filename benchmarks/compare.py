@@ -41,9 +41,10 @@ PEERS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
 
 The program's arguments are two JSON files.
 
-It reads WORKLOAD: `model` (a directory), `dtype`, `quantization` (null or a value of --quantization), `group` (inputs
-to a scale of int4), `cores`, `scratch` (a directory for converted weights, kept between its runs), and `cases`, each
-with `prompts` (a batch of lists of token ids) and `new_tokens` (tokens to generate after the first).
+It reads WORKLOAD: `model` (a directory, or a GGUF file for llama.cpp), `dtype`, `quantization` (null or a value of
+--quantization), `group` (inputs to a scale of int4), `cores`, `scratch` (a directory for converted weights, kept
+between its runs), and `cases`, each with `prompts` (a batch of lists of token ids) and `new_tokens` (tokens to generate
+after the first).
 
 It writes RESULT: `version`, `load_s`, `ready_at` (time.monotonic()), and `events`, for each case a list of
 [index of the prompt, seconds since the start] of each new token.
@@ -52,11 +53,13 @@ It binds itself to `cores`.
 """
 
 
-def obstacle(peer: Peer, quantization: str | None = None) -> str | None:
-    """Return why a peer cannot be measured with weights quantised so, or None if it can."""
+def obstacle(peer: Peer, model: Path, quantization: str | None = None) -> str | None:
+    """Return why a peer cannot be measured with this model and weights quantised so, or None if it can."""
     module, program, quantizations = PEERS[peer.name]
     if program is None:
         return "no program runs it yet"
+    if model.suffix == ".gguf" and peer.name != "llama.cpp":
+        return "its program reads directories alone"
     if quantization is not None and quantization not in quantizations:
         return f"its program does not support --quantization {quantization}"
     return peer.missing_module([module])
@@ -79,7 +82,7 @@ def compare(args: argparse.Namespace) -> int:
     check_json_argument(args)
     check_chart_argument(args)
     check_cases(args)
-    peers = ready_peers(args.peers, lambda peer: obstacle(peer, args.quantization))
+    peers = ready_peers(args.peers, lambda peer: obstacle(peer, args.model, args.quantization))
     _, cores = placement_of(args)
     peaks = peaks_of(cores)
     print(peaks.text(), flush=True)

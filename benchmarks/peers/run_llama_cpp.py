@@ -163,20 +163,22 @@ class Context:
 def main(workload: dict[str, Any]) -> dict[str, Any]:
     os.sched_setaffinity(0, workload["cores"])  # before threads start: they inherit it
     start = time.monotonic()
-    file = Path(workload["scratch"]) / "model.gguf"
-    convert(Path(workload["model"]), file)
+    file = Path(workload["model"])
+    if file.suffix != ".gguf":
+        file = Path(workload["scratch"]) / "model.gguf"
+        convert(Path(workload["model"]), file)
     if workload["quantization"] is not None:
         source, file = file, Path(workload["scratch"]) / f"model-{workload['quantization']}.gguf"
         quantise(source, workload["quantization"], file)
     converted_s = time.monotonic() - start
     import llama_cpp
 
-    vocab = json.loads((Path(workload["model"]) / "config.json").read_text())["vocab_size"]
     start = time.monotonic()
     llama_cpp.llama_backend_init()
     parameters = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), parameters)
     load_s = time.monotonic() - start
+    vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
     def run(prompts: list[list[int]], new_tokens: int) -> list[tuple[int, float]]:
         longest = max(map(len, prompts)) + new_tokens + 1

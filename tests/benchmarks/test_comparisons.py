@@ -27,20 +27,23 @@ def script(name: str, *arguments: object) -> Result:
 
 
 def test_why_a_peer_cannot_be_measured(tmp_path: Path) -> None:
-    assert compare.obstacle(Peer("transformers", sys.executable)) is None
-    assert compare.obstacle(Peer("transformers", str(tmp_path / "python"))) == (
+    assert compare.obstacle(Peer("transformers", sys.executable), DEMO) is None
+    assert compare.obstacle(Peer("transformers", str(tmp_path / "python")), DEMO) == (
         f"{tmp_path / 'python'} cannot be run: No such file or directory"
     )
     without = tmp_path / "without"
     without.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     without.chmod(0o755)
     assert (
-        compare.obstacle(Peer("transformers", str(without))) == f"not installed: {without} has no module transformers"
+        compare.obstacle(Peer("transformers", str(without)), DEMO)
+        == f"not installed: {without} has no module transformers"
     )
-    assert compare.obstacle(Peer("vllm", sys.executable)) is not None
+    assert compare.obstacle(Peer("vllm", sys.executable), DEMO) is not None
     for name, quantization in (("transformers", "int8"), ("llama.cpp", "fp8")):
         expected = f"its program does not support --quantization {quantization}"
-        assert compare.obstacle(Peer(name, sys.executable), quantization) == expected
+        assert compare.obstacle(Peer(name, sys.executable), DEMO, quantization) == expected
+    file = tmp_path / "model.gguf"
+    assert compare.obstacle(Peer("transformers", sys.executable), file) == "its program reads directories alone"
 
 
 def test_peers_have_interpreters() -> None:
@@ -102,7 +105,7 @@ def test_peers_get_the_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     received: list[tuple[str | None, int]] = []
     for words in ((), ("--quantization", "int8"), ("--quantization", "int4", "--quantization-group", "32")):
         args = parse("model", compare.add_own_arguments, [str(DEMO), "--prompt-tokens", "4", "--batch", "1", *words])
-        assert compare.obstacle(peer, args.quantization) is None
+        assert compare.obstacle(peer, args.model, args.quantization) is None
         compare._measure_peer(args, peer, [0], "bfloat16", 0, tmp_path)
         workload = json.loads((tmp_path / "llama.cpp" / "workload.json").read_text())
         received.append((workload["quantization"], workload["group"]))
