@@ -54,8 +54,8 @@ def documents() -> list[Any]:
 
 
 def test_the_manifest_asks_for_no_privileges() -> None:
-    deployment, service, rules = documents()
-    assert (deployment["kind"], service["kind"], list(rules)) == ("Deployment", "Service", ["groups"])
+    deployment, service, prometheus = documents()
+    assert (deployment["kind"], service["kind"], "rule_files" in prometheus) == ("Deployment", "Service", True)
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -132,8 +132,8 @@ def test_options_are_those_of_the_command() -> None:
 
 def test_metrics_are_those_of_the_server() -> None:
     every = msgspec.structs.replace(STATE, state_slots=12, source_pages=40, talker_pages=8, window_pages=6)
-    text = Metrics(client_that_heard(RANKS, every)).text().decode()
-    exported = {name for name in re.findall(r"^# TYPE (\S+)", text, re.M) if not name.endswith("_created")}
+    text = Metrics(client_that_heard(RANKS, every), "it", True).text().decode()
+    exported = {name for name in re.findall(r"^# TYPE (tilerank_\S+)", text, re.M) if not name.endswith("_created")}
     documented = set(re.findall(r"\btilerank_[a-z0-9_]+", TEXT))
     assert documented == exported
     for labels in re.findall(r"tilerank_\w+\{(\w+)", TEXT):

@@ -48,8 +48,11 @@ def client_that_heard(*messages: FromEngine) -> EngineClient:
 
 
 def samples(client: EngineClient) -> dict[str, float]:
-    lines = Metrics(client).text().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+    """Return the samples of the server's metrics by their names with labels, but for the model's."""
+    lines = [line for line in Metrics(client, "it", False).text().decode().splitlines() if line.startswith("tilerank_")]
+    assert lines and all('model_name="it"' in line for line in lines)
+    found = (re.sub(r'model_name="it",?', "", line).replace(",}", "}").replace("{}", "") for line in lines)
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in found)}
 
 
 def counted(*ranks: Sequence[float]) -> Counters:
@@ -77,7 +80,7 @@ def test_models_with_states_report_their_slots() -> None:
 def test_models_with_cross_attention_report_the_pages_of_sources() -> None:
     assert not [name for name in samples(client_that_heard(RANKS, STATE)) if "source_" in name]
     client = client_that_heard(RANKS, replace(STATE, source_pages=40, source_pages_used=10))
-    found, status = samples(client), status_json(client, RecentRequests(), Metrics(client), {})
+    found, status = samples(client), status_json(client, RecentRequests(), Metrics(client, "it", False), {})
     assert found["tilerank_source_pages"] == 40 and found["tilerank_source_pages_usage_perc"] == 10 / 40
     assert (status["source_pages"], status["source_pages_used"]) == (40, 10)
 
@@ -133,7 +136,7 @@ def test_counters_never_go_down_when_a_replica_does() -> None:
             names = ("generation_tokens", "prompt_tokens", "num_preemptions")
             sums = samples(client)
             prompt, generated = (
-                status_json(client, RecentRequests(), Metrics(client), {})[name]
+                status_json(client, RecentRequests(), Metrics(client, "it", False), {})[name]
                 for name in ("prompt_tokens", "generated_tokens")
             )
             assert (prompt, generated) == (
@@ -164,13 +167,22 @@ def test_counters_never_go_down_when_a_replica_does() -> None:
 
 def test_the_status_page_gets_the_same_values() -> None:
     client = client_that_heard(RANKS, counted((1, 1, 1000, 0.5), (1, 3, 900, 0.5)), STATE)
-    answer = status_json(client, RecentRequests(), Metrics(client), {"model": "it"})
+    answer = status_json(client, RecentRequests(), Metrics(client, "it", False), {"model": "it"})
     assert answer["ready"] is True and answer["model"] == "it" and answer["latest"] == []
     assert (answer["running"], answer["waiting"], answer["cache_tokens"]) == (3, 2, 640)
     assert answer["bytes_per_s"] == 1000 + 300
     assert [rank["wait_share"] for rank in answer["ranks"]] == [0.25, 0.125]
     assert [(rank["host"], rank["cores"]) for rank in answer["ranks"]] == [("one", "0-42"), ("two", "any")]
     client = EngineClient()
-    gone = status_json(client, RecentRequests(), Metrics(client), {"model": "it"})
+    gone = status_json(client, RecentRequests(), Metrics(client, "it", False), {"model": "it"})
     nothing = {"ended_in_last_minute": {}, "errors": 0, "first_token_s": None, "inter_token_s": None}
     assert gone == {"model": "it", "ready": False, "restarts": 0, "latest": []} | nothing
+
+
+def test_metrics_of_the_process_and_of_speech() -> None:
+    texts, speaks = (Metrics(EngineClient(), "it", speaks).text().decode() for speaks in (False, True))
+    (resident,) = re.findall(r"^process_resident_memory_bytes (\S+)$", texts, re.M)
+    assert 1e7 < float(resident) < 1e11
+    names = {"tilerank_speech_frames_total", "tilerank_speech_seconds_total", "tilerank_time_to_first_sound_seconds"}
+    for name in names:
+        assert f"# TYPE {name} " in speaks and name not in texts

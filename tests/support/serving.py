@@ -35,7 +35,8 @@ class Server:
         return httpx.post(self.url + path, content=content, timeout=300, headers=headers, **options)
 
     def gauge(self, name: str) -> float:
-        found = re.search(rf"^tilerank_{name} (\S+)$", self.get("/metrics").text, re.M)
+        text = re.sub(r'model_name="[^"]*",?', "", self.get("/metrics").text).replace(",}", "}").replace("{}", "")
+        found = re.search(rf"^tilerank_{name} (\S+)$", text, re.M)
         assert found is not None
         return float(found[1])
 

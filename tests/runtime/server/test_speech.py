@@ -100,8 +100,10 @@ def test_a_stream(model: Path) -> None:
         assert ends == [None] * (len(ends) - 1) + ["stop"]
         assert chunks[-1].usage.completion_tokens_details.audio_tokens == FRAMES
         metrics = (await server.http.get("/metrics")).text
-        assert "tilerank_time_to_first_sound_seconds_count 1.0" in metrics
-        assert f"tilerank_inter_token_latency_seconds_count {server.count(ANSWER)}.0" in metrics  # sound is no text
+        assert 'tilerank_time_to_first_sound_seconds_count{model_name="it"} 1.0' in metrics
+        assert (
+            f'tilerank_inter_token_latency_seconds_count{{model_name="it"}} {server.count(ANSWER)}.0' in metrics
+        )  # sound is no text
 
     ask(model, test)
 
@@ -201,7 +203,9 @@ def test_speech_is_sent_while_it_is_made(model: Path) -> None:
         while not received.empty():
             last = received.get_nowait()
         assert last is not None and last["more_body"]
-        assert 'tilerank_request_errors_total{code="503"} 1.0' in (await server.http.get("/metrics")).text
+        assert (
+            'tilerank_request_errors_total{code="503",model_name="it"} 1.0' in (await server.http.get("/metrics")).text
+        )
 
     ask(model, test)
 

@@ -92,7 +92,7 @@ class Service:
         self.tokenizer = tokenizer
         self.settings = settings
         self.started = int(time.time())
-        self.metrics = Metrics(client)
+        self.metrics = Metrics(client, settings.model, bool(settings.voices))
         self.recent = RecentRequests()
         self._ignored = IgnoredNames()
         self.budget = MediaBudget()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -59,21 +59,26 @@ class _ChoiceTimes:
 class Metrics:
     """The metrics of a server: latencies, measured in this process, and the reports of its engines.
 
-    first_token, inter_token: the latest of the values that the histograms count. errors: answers with an HTTP error.
+    model: its name, a label of every series. speaks: whether there are series of speech. first_token, inter_token: the
+    latest of the values that the histograms count. errors: answers with an HTTP error.
     """
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, model: str, speaks: bool) -> None:
         self.first_token = LatencyWindow()
         self.inter_token = LatencyWindow()
         self.errors = 0
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(client))
+        self._registry.register(_EngineCollector(client, speaks))
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        self._process.register(_OfModel(self._registry, model))
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "Time from a request to its first text", _TTFT_BUCKETS_S
         )
-        self._first_sound = self._histogram(
-            "time_to_first_sound_seconds", "Time from a request to its first sound", _TTFT_BUCKETS_S
-        )
+        if speaks:
+            self._first_sound = self._histogram(
+                "time_to_first_sound_seconds", "Time from a request to its first sound", _TTFT_BUCKETS_S
+            )
         self._inter_token = self._histogram(
             "inter_token_latency_seconds", "Time between two pieces of text of a choice", _INTER_TOKEN_BUCKETS_S
         )
@@ -104,8 +109,8 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        """Return all metrics in Prometheus' text format, with those of this process."""
+        return generate_latest(self._process)
 
     def count_error(self, status: int) -> None:
         """Count a request that is answered with an error."""
@@ -157,11 +162,27 @@ class Metrics:
         return Histogram(f"tilerank_{name}", help, buckets=buckets, registry=self._registry)
 
 
+class _OfModel(Collector):
+    """The metrics of another registry with the label `model_name`, by which dashboards tell servers apart."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample._replace(labels={**sample.labels, "model_name": self._model}) for sample in metric.samples
+            ]
+            yield metric
+
+
 class _EngineCollector(Collector):
     """Metrics from the last reports of all engines."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, speaks: bool) -> None:
         self._client = client
+        self._speaks = speaks
 
     def collect(self) -> Iterator[Metric]:
         state, totals = self._client.state, self._client.totals
@@ -172,8 +193,9 @@ class _EngineCollector(Collector):
         yield _counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache", totals.queried_tokens)
         yield _counter("prefix_cache_hits", "Prompt tokens that were found there", totals.hit_tokens)
         yield _counter("num_preemptions", "Times that a request gave its pages to an older one", totals.preemptions)
-        yield _counter("speech_frames", "Frames of speech computed, of 80 ms each", totals.speech_frames)
-        yield _counter("speech_seconds", "Seconds of speech sent", totals.speech_samples / SAMPLE_RATE)
+        if self._speaks:
+            yield _counter("speech_frames", "Frames of speech computed, of 80 ms each", totals.speech_frames)
+            yield _counter("speech_seconds", "Seconds of speech sent", totals.speech_samples / SAMPLE_RATE)
         if state is None:
             return
         yield _gauge("num_requests_running", "Running requests", state.running)
