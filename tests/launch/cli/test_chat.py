@@ -70,12 +70,3 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(tmp_path: Path) -> Non
         assert "[stopped]" in result.out
         server.process.send_signal(signal.SIGTERM)
         assert server.finish().status == 0
-
-
-def test_a_server_that_is_not_there() -> None:
-    with Run("chat", "--url", "http://127.0.0.1:9", stdin=subprocess.PIPE) as chat:
-        assert chat.process.stdin is not None
-        chat.process.stdin.write(b"hello\n")
-        chat.await_line("the server at http://127.0.0.1:9 does not answer: ")
-        chat.process.stdin.close()
-        assert chat.finish().status == 0
