@@ -60,7 +60,9 @@ CORE_TESTS := $(filter-out $(THREAD_TESTS) $(CODE_TESTS),$(wildcard tests/kernel
 SANITIZERS := address,undefined
 CPU := $(shell grep -m 1 ^flags /proc/cpuinfo)
 NO_AMX := $(if $(filter amx_tile,$(CPU)),0,1)
-NEWEST := $(if $(filter avx512_bf16,$(CPU)),amx,$(if $(filter avx512_vnni,$(CPU)),avx512,avx2))
+# Emulated tiles compile and run for minutes under sanitizers, so that without AMX only NEWEST=amx has them; test-amx has
+# them without sanitizers.
+NEWEST := $(if $(filter amx_tile,$(CPU)),amx,$(if $(filter avx512_vnni,$(CPU)),avx512,avx2))
 
 # $(call build,NAME,ENVIRONMENT): installs into build/NAME, away from the core that users get.
 define build
@@ -71,7 +73,7 @@ endef
 # $(call on_build,NAME): the environment in which pytest, its workers and the ranks that tests start import build/NAME.
 on_build = PYTHONPATH=$(CURDIR)/build/$(1) PYTEST_ADDOPTS="-o 'pythonpath=$(CURDIR)/build/$(1) . tests/support'"
 
-# test-sanitize: the kernel tests with ASan and UBSan, AMX emulated where the CPU has none
+# test-sanitize: the kernel tests with ASan and UBSan; NEWEST=amx: with emulated tiles where the CPU has no AMX
 test-sanitize: environment
 	$(call build,sanitized,TILERANK_SANITIZE=$(SANITIZERS) TILERANK_EMULATE_AMX=$(NO_AMX) TILERANK_NEWEST_RUNG=$(NEWEST))
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
