@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ...protocol.params import SpeechParams
 from ..http.errors import ApiError
@@ -262,9 +262,10 @@ class TemplateRequest(NamedTuple):
     options: TemplateOptions
 
 
-class MediaSettings(Form):
-    """vLLM's settings of the processor of media."""
+class MediaSettings(Body):
+    """vLLM's settings of the processor of media. Others are refused: each would change what the model sees."""
 
+    model_config = ConfigDict(extra="forbid")
     use_audio_in_video: bool = False
 
 
