@@ -62,7 +62,7 @@ CPU := $(shell grep -m 1 ^flags /proc/cpuinfo)
 NO_AMX := $(if $(filter amx_tile,$(CPU)),0,1)
 # Emulated tiles compile and run for minutes under sanitizers, so that without AMX only NEWEST=amx has them; test-amx has
 # them without sanitizers.
-NEWEST := $(if $(filter amx_tile,$(CPU)),amx,$(if $(filter avx512_vnni,$(CPU)),avx512,avx2))
+NEWEST := $(if $(filter amx_tile,$(CPU)),amx,$(if $(filter avx512_bf16,$(CPU)),avx512_bf16,$(if $(filter avx512_vnni,$(CPU)),avx512,avx2)))
 
 # $(call build,NAME,ENVIRONMENT): installs into build/NAME, away from the core that users get.
 define build
@@ -75,7 +75,7 @@ on_build = PYTHONPATH=$(CURDIR)/build/$(1) PYTEST_ADDOPTS="-o 'pythonpath=$(CURD
 
 # test-sanitize: the kernel tests with ASan and UBSan; NEWEST=amx: with emulated tiles where the CPU has no AMX
 test-sanitize: environment
-	$(call build,sanitized,TILERANK_SANITIZE=$(SANITIZERS) TILERANK_EMULATE_AMX=$(NO_AMX) TILERANK_NEWEST_RUNG=$(NEWEST))
+	$(call build,sanitized,TILERANK_SANITIZE=$(SANITIZERS) TILERANK_EMULATE_AMX=$(if $(filter amx,$(NEWEST)),$(NO_AMX),0) TILERANK_NEWEST_RUNG=$(NEWEST))
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc TILERANK_TEST_RUNG=compiled \
 	    $(call on_build,sanitized) $(PYTEST) -n 2 $(CORE_TESTS) # they never wait
