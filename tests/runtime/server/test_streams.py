@@ -109,7 +109,7 @@ def test_an_engine_that_stops_before_the_first_token_is_an_event(model: Path, pa
         async with asking(server, path) as (sent, _):
             pass
         assert sent.status == 200 and b"The engine stopped before the answer was complete." in sent.body
-        assert 'request_errors_total{code="503"} 1.0' in (await server.http.get("/metrics")).text
+        assert 'request_errors_total{code="503",model_name="it"} 1.0' in (await server.http.get("/metrics")).text
         async with asking(server, path) as (sent, _):  # nothing can be queued now
             pass
         assert sent.status == 503

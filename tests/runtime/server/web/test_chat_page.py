@@ -25,7 +25,7 @@ ENDED = "!document.querySelector('.running') && document.querySelector('.message
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
     """A server with a key. Its model takes pictures, and says nothing of them."""
     model = make_model(tmp_path_factory.mktemp("chat_page") / "model")
-    with reader(DEMO_VL) as media, live_server(model, api_key="secret", media=media) as served:
+    with reader(DEMO_VL) as media, live_server(model, api_keys=("secret",), media=media) as served:
         yield served
 
 
