@@ -390,7 +390,7 @@ def test_numbers_that_are_too_large(arguments: list[str], reason: str) -> None:
 
 def test_a_wrong_option_is_one_sentence() -> None:
     result = run("generate", DEMO, "--prompt", "x", "--tp", "many")
-    reason = "argument --tp/--tensor-parallel-size: 'many' is not a whole number from 1"
+    reason = "argument --tp/-tp/--tp-size/--tensor-parallel-size: 'many' is not a whole number from 1"
     expected = f"tilerank: error: {reason} (tilerank generate --help)\n"
     assert (result.status, result.err) == (2, expected)
 
