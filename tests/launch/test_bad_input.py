@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command import DEMO, ENDLESS, SOON_S, Result, Run, await_true, demo_copy, endless_copy, hold, run
 
-from tilerank.launch.commands.prompts import read_prompts
+from tilerank.launch.commands.prompts import GivenPrompt, read_prompts
 
 
 def assert_refused(result: Result, sentence: str, status: int = 1) -> None:
@@ -145,7 +145,9 @@ def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], sentence:
         pytest.param(
             ["--prompt", "x", "--nnodes", "2"], r"--nnodes 2 needs --node-rank, --master-addr.*", id="half-of-two-hosts"
         ),
-        pytest.param(["--prompt-file", "/no/such/file"], r"/no/such/file: .*No such file.*", id="no-prompt-file"),
+        pytest.param(
+            ["--prompt-file", "/no/such/file"], r"/no/such/file cannot be read: No such file.*", id="no-prompt-file"
+        ),
     ],
 )
 def test_bad_arguments(arguments: list[str], sentence: str) -> None:
@@ -158,26 +160,34 @@ def test_no_model() -> None:
     assert_refused(run("generate", DEMO, "--model-path", "/tmp", "--prompt", "x"), "two models given.*")
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ('{"prompt": "a", "prompt_token_ids": [1]}', 'expected either "prompt", "prompt_token_ids" or "messages"'),
-        ("{}", 'expected either "prompt", "prompt_token_ids" or "messages"'),
-        ('{"prompt": 3}', r".*Expected `str.*\$\.prompt.*"),
-        ('{"prompt_token_ids": [1, "a"]}', r".*Expected `int`.*\$\.prompt_token_ids.*"),
-        ('{"prompt_token_ids": [1, 4096]}', "token id 4096 is not in the vocabulary of 4096"),
-        ('{"prompt_token_ids": [-1]}', "token id -1 is not in the vocabulary of 4096"),
-        ('{"prompt_token_ids": []}', "is empty.*"),
-        ('{"promt": "a"}', ".*unknown field `promt`.*"),
-        ('{"prompt": "a"', ".*truncated.*"),
-        ("once upon a time", ".*malformed.*"),
-        (r'{"prompt": "a\ud83d b"}', r"\\ud83d is half of a character, the other is missing"),
-    ],
-)
-def test_prompt_file_errors_name_the_line(tmp_path: Path, line: str, sentence: str) -> None:
+BAD_LINES = [
+    ('{"prompt": "a", "prompt_token_ids": [1]}', 'expected either "prompt", "prompt_token_ids" or "messages"'),
+    ("{}", 'expected either "prompt", "prompt_token_ids" or "messages"'),
+    ('{"prompt": 3}', r".*Expected `str.*\$\.prompt.*"),
+    ('{"prompt_token_ids": [1, "a"]}', r".*Expected `int`.*\$\.prompt_token_ids.*"),
+    ('{"prompt_token_ids": [1, 4096]}', "token id 4096 is not in the vocabulary of 4096"),
+    ('{"prompt_token_ids": [-1]}', "token id -1 is not in the vocabulary of 4096"),
+    ('{"prompt_token_ids": []}', "is empty.*"),
+    ('{"promt": "a"}', ".*unknown field `promt`.*"),
+    ('{"prompt": "a"', ".*truncated.*"),
+    ("once upon a time", ".*malformed.*"),
+    (r'{"prompt": "a\ud83d b"}', r"\\ud83d is half of a character, the other is missing"),
+    ('{"messages": [{"content": "a"}]}', r"messages\.0\.role.*"),
+]
+
+
+def test_errors_of_a_prompt_file_name_their_lines_and_the_others_run(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "fine"}\n\n' + line + "\n")
-    assert_refused(run("generate", DEMO, "--prompt-file", file), f"{re.escape(str(file))} line 3:? {sentence}")
+    file.write_text("\n".join(['{"prompt": "fine"}', "", *(line for line, _ in BAD_LINES)]))
+    result = run("generate", DEMO, "--prompt-file", file, "--json", "--max-new-tokens", 2, "--ignore-eos")
+    assert result.status == 0 and f"{len(BAD_LINES)} prompts without an answer" in result.err
+    assert f"{len(BAD_LINES) + 1}/{len(BAD_LINES) + 1}" in result.err, "the bar has counted all"
+    first, *errors = sorted(map(json.loads, result.out.splitlines()), key=lambda line: int(line["index"]))
+    assert len(first["token_ids"]) == 2
+    for i, ((_, sentence), found) in enumerate(zip(BAD_LINES, errors, strict=True)):
+        assert list(found) == ["index", "error"] and found["index"] == i + 1
+        assert re.fullmatch(f"{re.escape(str(file))} line {i + 3}:? {sentence}", found["error"])
+        assert f"tilerank: {found['error']}\n" in result.err
 
 
 def test_prompt_file_of_another_encoding(tmp_path: Path) -> None:
@@ -193,7 +203,7 @@ def test_a_mark_before_utf8_means_nothing(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt_token_ids": [1, 2]}\n')
     (prompt,) = read_prompts(argparse.Namespace(prompt=[], prompt_file=file, chat=False, media=[]))
-    assert (prompt.name, prompt.token_ids) == (f"{file} line 1", (1, 2))
+    assert isinstance(prompt, GivenPrompt) and (prompt.name, prompt.token_ids) == (f"{file} line 1", (1, 2))
 
 
 @pytest.mark.parametrize(

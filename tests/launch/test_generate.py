@@ -17,7 +17,7 @@ from tilerank.launch.ranks import start
 
 PROMPT = "Once upon a time"
 NEW = 24
-KEYS = ["prompt_token_ids", "token_ids", "text", "finish_reason", "ttft_s", "decode_tokens_per_s"]
+KEYS = ["index", "prompt_token_ids", "token_ids", "text", "finish_reason", "ttft_s", "decode_tokens_per_s"]
 
 
 @cache
@@ -47,7 +47,8 @@ def generate(*arguments: object) -> Result:
 
 
 def lines(result: Result) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in result.out.splitlines()]
+    """Return the answers in the order of their prompts."""
+    return sorted(map(json.loads, result.out.splitlines()), key=lambda line: int(line["index"]))
 
 
 def test_text_is_streamed_and_a_summary_follows() -> None:
@@ -60,7 +61,7 @@ def test_text_is_streamed_and_a_summary_follows() -> None:
 
 
 def test_json_lines_of_a_prompt_file(tmp_path: Path) -> None:
-    """Both kinds of prompts, in order, together with one of the command line; top probabilities of every step."""
+    """Both kinds of prompts, together with one of the command line; top probabilities of every step."""
     ids = tokenizer().encode("The king of")
     prompts = [{"prompt": PROMPT}, {"prompt_token_ids": ids}]
     file = tmp_path / "prompts.jsonl"
@@ -91,15 +92,18 @@ def test_an_int8_kv_cache_leaves_the_text_and_moves_its_probabilities() -> None:
 
 
 def test_the_end_of_a_text_stops_it(tmp_path: Path) -> None:
-    """A copy of the model in which the sixth token of the continuation ends a text."""
-    tokens = greedy(PROMPT, NEW)
+    """A copy of the model in which a token of one continuation alone ends a text. What ends first is printed first."""
+    texts = ["The king of", PROMPT]
+    other, tokens = (greedy(text, NEW) for text in texts)
+    end = next(i for i in range(1, NEW) if tokens[i] not in (*other, *tokens[:i]))
     model = demo_copy(tmp_path / "model")
     config = json.loads((model / "generation_config.json").read_text())
-    (model / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [4095, tokens[5]]}))
-    result = run("generate", model, "--dtype", "float32", "--tp", 1, "--prompt", PROMPT, "--json")
-    (line,) = lines(result)
-    assert line["finish_reason"] == "stop"
-    assert line["token_ids"] == tokens[: tokens.index(tokens[5]) + 1]
+    (model / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [4095, tokens[end]]}))
+    options = [*(option for text in texts for option in ("--prompt", text)), "--max-new-tokens", NEW, "--json"]
+    result = run("generate", model, "--dtype", "float32", "--tp", 1, *options)
+    ended, going = map(json.loads, result.out.splitlines())
+    assert (ended["index"], ended["finish_reason"], ended["token_ids"]) == (1, "stop", tokens[: end + 1])
+    assert (going["index"], going["finish_reason"], going["token_ids"]) == (0, "length", other)
 
 
 def test_chat_uses_the_template() -> None:
@@ -130,7 +134,7 @@ def test_the_same_seed_gives_the_same_text_on_any_number_of_ranks() -> None:
     assert found[0] != greedy(PROMPT, NEW)[:16]
 
 
-def test_several_prompts_are_shown_in_order() -> None:
+def test_several_prompts_are_shown_with_their_numbers() -> None:
     result = generate("--tp", 1, "--prompt", PROMPT, "--prompt", "The king of", "--max-new-tokens", 8, "--ignore-eos")
     texts = [tokenizer().decode(greedy(text, NEW)[:8], skip_special_tokens=True) for text in (PROMPT, "The king of")]
     assert result.out == f"[1] {texts[0]}\n[2] {texts[1]}\n"

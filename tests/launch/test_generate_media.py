@@ -21,7 +21,7 @@ ANSWER = "a red triangle at the bottom left"
 def generate(*arguments: object) -> list[dict[str, Any]]:
     result = run("generate", DEMO_VL, "--dtype", "float32", "--json", *arguments)
     assert result.status == 0, result.err
-    return [json.loads(line) for line in result.out.splitlines()]
+    return sorted(map(json.loads, result.out.splitlines()), key=lambda line: int(line["index"]))
 
 
 def refusal(*arguments: object, model: Path = DEMO_VL) -> str:

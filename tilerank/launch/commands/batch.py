@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +12,12 @@ from ..logs import say
 from ..offline.batch_files import BatchRequest, Results, parse_line, read_lines
 from ..offline.engine import OfflineEngine
 from ..offline.post import post
-from ..offline.progress import Progress
+from ..offline.progress import Progress, command_interval_s
 from ..text import count
 from . import engine
 
 RETRY_S = 1.0
 """Before a request is sent again for which this process has no memory, because of others."""
-LOG_INTERVAL_S = 10.0
-"""Between two updates of the bar in a log, which gets a line for each."""
 
 
 class _Usage(msgspec.Struct):
@@ -77,8 +74,7 @@ class Batch:
         self.failed = 0
         self._engine = offline
         self._results = results
-        interval_s = 0.5 if sys.stderr is not None and sys.stderr.isatty() else LOG_INTERVAL_S
-        self._progress = Progress(total, "requests", done=earlier, interval_s=interval_s)
+        self._progress = Progress(total, "requests", done=earlier, interval_s=command_interval_s())
 
     def run(self, path: Path) -> None:
         """Run the requests. Raises EngineError if the ranks end; the results so far are written."""

@@ -4,18 +4,15 @@ import argparse
 import logging
 import os
 import secrets
-import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.pooling import DOES
-from tilerank.loader.tokenizer import Tokenizer, TokenStream
+from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.errors import RequestError
 
 from ..errors import LaunchError
-from ..host.cpulist import format_cpulist
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
 from ..logs import log_debug_on_rank0, log_info_on_rank0, say
@@ -26,13 +23,12 @@ from ..planning.plan_text import cache_text, render, states_text, windows_text
 from ..ranks import start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import identify
-from ..text import count
 from . import prompts, speech_output
+from .answers import Answers, JsonPrinter, Printer, TextPrinter, prompts_bar, summary
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
     from tilerank.runtime.lead.sampling import SamplingParams
-    from tilerank.runtime.protocol.events import TokenEvent
     from tilerank.runtime.rank.worker import Worker
 
     from ..planning.plan_types import Plan
@@ -100,7 +96,11 @@ class GenerateJob:
         if self._speech is not None:
             self._args.chat = True
         self._prompts = prompts.encode(given, self._args, self._tokenizer, card)
-        chats = self._args.chat or any(prompt.messages is not None for prompt in given)
+        errors = [prompt for prompt in self._prompts if isinstance(prompt, LaunchError)]
+        if len(errors) == len(self._prompts):
+            raise errors[0]
+        asked = [prompt for prompt in given if isinstance(prompt, prompts.GivenPrompt)]
+        chats = self._args.chat or any(prompt.messages is not None for prompt in asked)
         self._ends = self._tokenizer.end_token_ids(self._tokenizer.chat_template.after_answer if chats else "")
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
@@ -139,18 +139,32 @@ class GenerateJob:
         from tilerank.kernels import core
         from tilerank.runtime.lead.engine import Engine, Request
 
-        special = self._tokenizer.has_channels  # without their marks, channels would run into each other
-        answers = [PromptAnswer(prompt.token_ids, self._tokenizer.stream(special=special)) for prompt in self._prompts]
-        output = JsonPrinter(answers, bool(self._args.logprobs)) if self._args.json else TextPrinter(answers)
+        several = len(self._prompts) > 1
+        printer: Printer = TextPrinter(streamed=not several)
+        if self._args.json:
+            printer = JsonPrinter(bool(self._args.logprobs))
         engine = Engine(worker, self._options.mm_cache_bytes)
-        requests = [Request(prompt, self._sampling()) for prompt in self._prompts]
-        sound = bytearray()
-        for event in engine.generate(requests, on_sound=lambda part: sound.extend(part.samples)):
-            answers[event.request].take(event)
-            output.show()
+        with prompts_bar(len(self._prompts)) as progress:
+            answers = Answers(self._tokenizer, printer, progress, several)
+            for index, prompt in enumerate(self._prompts):
+                if isinstance(prompt, LaunchError):
+                    answers.fail(index, prompt)
+                    continue
+                try:
+                    request = engine.submit(Request(prompt.prompt, self._sampling()), prompt.name)
+                except RequestError as e:
+                    answers.fail(index, e)
+                else:
+                    answers.begin(request, index, prompt)
+            while engine.busy:
+                for event in engine.step():
+                    answers.take(event)
+                progress.show()
+        if not answers.done:
+            raise LaunchError(f"none of {len(self._prompts)} prompts has an answer")
         if self._speech is not None:
-            speech_output.write_wav(self._args.audio_out, bytes(sound))
-        say(summary(answers, size, placement, core.isa_text()))
+            speech_output.write_wav(self._args.audio_out, bytes(answers.sound))
+        say(summary(answers.done, answers.failed, size, placement, core.isa_text()))
 
     def _sampling(self) -> "SamplingParams":
         from tilerank.runtime.lead.sampling import SamplingParams
@@ -167,114 +181,3 @@ class GenerateJob:
             logprobs=args.logprobs or 0,
             speech=self._speech,
         )
-
-
-class PromptAnswer:
-    """The answer to one prompt so far, with the time of each token."""
-
-    def __init__(self, prompt_ids: list[int], stream: TokenStream) -> None:
-        self.prompt_ids = prompt_ids
-        self.token_ids: list[int] = []
-        self.logprobs: list[tuple[tuple[int, float], ...]] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.times_s: list[float] = []  # of every token, since all prompts were handed to the engine
-        self._stream = stream
-
-    def take(self, event: "TokenEvent") -> None:
-        self.times_s.append(event.time_s)
-        self.token_ids.append(event.token_id)
-        self.text += self._stream.push(event.token_id)
-        if event.logprobs is not None:
-            self.logprobs.append(event.logprobs.top)
-        if event.finish_reason is not None:
-            self.finish_reason = event.finish_reason
-            self.text += self._stream.flush()
-
-    @property
-    def ttft_s(self) -> float:
-        return self.times_s[0]
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """After the first token, which the prompt's own computation yields; None if there was no other."""
-        elapsed = self.times_s[-1] - self.times_s[0]
-        return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else None
-
-
-class TextPrinter:
-    """Answers for a reader: one prompt's text as it comes, several prompts' as each is done, in order."""
-
-    def __init__(self, answers: list[PromptAnswer]) -> None:
-        self._answers = answers
-        self._shown = 0  # characters of the only answer, or answers
-
-    def show(self) -> None:
-        if len(self._answers) == 1:
-            answer = self._answers[0]
-            end = "" if answer.finish_reason is None else "\n"
-            _write_text(answer.text[self._shown :] + end)
-            self._shown = len(answer.text)
-            return
-        while self._shown < len(self._answers) and self._answers[self._shown].finish_reason is not None:
-            _write_text(f"[{self._shown + 1}] {self._answers[self._shown].text}\n")
-            self._shown += 1
-
-
-class JsonPrinter:
-    """Answers for a program: one line for each prompt, in order."""
-
-    def __init__(self, answers: list[PromptAnswer], logprobs: bool) -> None:
-        self._answers = answers
-        self._logprobs = logprobs
-        self._shown = 0
-
-    def show(self) -> None:
-        while self._shown < len(self._answers) and self._answers[self._shown].finish_reason is not None:
-            answer = self._answers[self._shown]
-            line: dict[str, Any] = {
-                "prompt_token_ids": answer.prompt_ids,
-                "token_ids": answer.token_ids,
-                "text": answer.text,
-                "finish_reason": answer.finish_reason,
-                "ttft_s": answer.ttft_s,
-                "decode_tokens_per_s": answer.decode_tokens_per_s,
-            }
-            if self._logprobs:
-                line["logprobs"] = answer.logprobs
-            _write(msgspec.json.encode(line) + b"\n")
-            self._shown += 1
-
-
-def summary(answers: list[PromptAnswer], size: int, placement: Placement, isa: str) -> str:
-    """Return a few lines for stderr: tokens, speed, and the placement of the ranks."""
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    first = min(answer.ttft_s for answer in answers)
-    elapsed = max(answer.times_s[-1] for answer in answers) - first
-    later = tokens - len(answers)
-    speed = f", then {later / elapsed:.1f} tokens/s" if later > 0 and elapsed > 0 else ""
-    here = len(placement.ranks)
-    lines = [f"{count(tokens, 'token')} from {count(size, 'rank')} on {isa}: the first after {first:.3f} s{speed}"]
-    for rank in placement.ranks:
-        where = f": CPUs {format_cpulist(rank.affinity)}" if rank.affinity else ""
-        lines.append(f"  rank {rank.rank}: {rank.reason}{where}")
-    if here < size:
-        lines.append(f"  {count(size - here, 'rank')} on other hosts")
-    return "\n".join(lines)
-
-
-def _write_text(text: str) -> None:
-    """In the terminal's encoding; what that cannot show is escaped."""
-    _write(text.encode(sys.stdout.encoding if sys.stdout else "utf-8", "backslashreplace"))
-
-
-def _write(data: bytes) -> None:
-    if sys.stdout is None:  # closed from the start
-        return
-    try:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-    except BrokenPipeError as e:
-        raise LaunchError("the output was closed by its reader") from e
-    except OSError as e:
-        raise LaunchError(f"the output cannot be written: {e.strerror}") from e

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import codecs
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from tilerank.runtime.protocol.errors import MediaError, UnavailableError
 from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError
+from ..offline.batch_files import read_lines
 from ..options.model import context_length
 from ..serving.media_decoder import MediaDecoder
 from ..text import count
@@ -51,6 +51,14 @@ class GivenPrompt:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     folder: Path = Path()
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt of the engine. name: for errors."""
+
+    name: str
+    prompt: Prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,61 +93,56 @@ def _medium(kind: str) -> Callable[[str], tuple[str, str]]:
     return lambda path: (kind, path)
 
 
-def read_prompts(args: argparse.Namespace) -> list[GivenPrompt]:
-    """The prompts in the order given. LaunchError names the file and line of one that cannot be used."""
-    prompts = [GivenPrompt(f"prompt {i + 1}", text) for i, text in enumerate(args.prompt)]
-    if args.media:
-        if not prompts:
-            raise LaunchError(f"--{args.media[0][0]} needs --prompt TEXT")
-        parts = [{"type": kind, kind: path} for kind, path in args.media]
-        prompts = [
-            GivenPrompt(p.name, messages=({"role": "user", "content": [*parts, {"type": "text", "text": p.text}]},))
-            for p in prompts
-        ]
+def read_prompts(args: argparse.Namespace) -> list[GivenPrompt | LaunchError]:
+    """Return the prompts in the order given. In place of one that cannot be used there is the error that names its file
+    and line. Raises LaunchError if there is no prompt."""
+    if args.media and not args.prompt:
+        raise LaunchError(f"--{args.media[0][0]} needs --prompt TEXT")
+    parts = [{"type": kind, kind: path} for kind, path in args.media]
+    prompts: list[GivenPrompt | LaunchError] = []
+    for i, text in enumerate(args.prompt):
+        name = f"prompt {i + 1}"
+        message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+        prompts.append(GivenPrompt(name, messages=(message,)) if parts else GivenPrompt(name, text))
     if args.prompt_file is not None:
-        prompts += _read_file(args.prompt_file)
+        prompts += _read_file(args.prompt_file, args.chat)
     if not prompts:
         raise LaunchError(
             "nothing to generate from: give --prompt TEXT or --prompt-file FILE"
             if args.prompt_file is None
             else f"{args.prompt_file} has no prompts; expected JSON lines"
         )
-    for prompt in prompts:
-        if args.chat and prompt.token_ids is not None:
-            raise LaunchError(f"{prompt.name}: --chat takes text, but prompt_token_ids were given")
     return prompts
 
 
-def _read_file(path: Path) -> Iterator[GivenPrompt]:
-    try:
-        content = path.read_bytes()
-    except OSError as e:
-        raise LaunchError(f"{path}: cannot be read: {e.strerror}") from e
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise LaunchError(f"{path}: expected UTF-8, found the byte order mark of UTF-16")
-    # Editors of some systems put a mark before UTF-8, too, where it means nothing.
-    for number, raw in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
-        if not raw.strip():
-            continue
-        name = f"{path} line {number}"
+def _read_file(path: Path, chat: bool) -> Iterator[GivenPrompt | LaunchError]:
+    """Yield the prompt of each line, or its error. chat: texts are put through the chat template."""
+    for number, raw in read_lines(path):
         try:
-            line = msgspec.json.decode(raw, type=_Line)
-        except UnicodeDecodeError as e:
-            raise LaunchError(
-                f"{name}: expected UTF-8, found the byte 0x{e.object[e.start]:02x} where it cannot be"
-            ) from e
-        except msgspec.DecodeError as e:
-            half = _half_character(raw)
-            raise LaunchError(f"{name}: {f'{half} is half of a character, the other is missing' if half else e}") from e
-        if sum(field is not None for field in (line.prompt, line.prompt_token_ids, line.messages)) != 1:
-            raise LaunchError(f'{name}: expected either "prompt", "prompt_token_ids" or "messages"')
-        yield GivenPrompt(
-            name,
-            line.prompt,
-            None if line.prompt_token_ids is None else tuple(line.prompt_token_ids),
-            None if line.messages is None else tuple(line.messages),
-            path.parent,
-        )
+            yield _read_line(f"{path} line {number}", raw, path.parent, chat)
+        except LaunchError as e:
+            yield e
+
+
+def _read_line(name: str, raw: bytes, folder: Path, chat: bool) -> GivenPrompt:
+    try:
+        line = msgspec.json.decode(raw, type=_Line)
+    except UnicodeDecodeError as e:
+        raise LaunchError(f"{name}: expected UTF-8, found the byte 0x{e.object[e.start]:02x} where it cannot be") from e
+    except msgspec.DecodeError as e:
+        half = _half_character(raw)
+        raise LaunchError(f"{name}: {f'{half} is half of a character, the other is missing' if half else e}") from e
+    if sum(field is not None for field in (line.prompt, line.prompt_token_ids, line.messages)) != 1:
+        raise LaunchError(f'{name}: expected either "prompt", "prompt_token_ids" or "messages"')
+    if chat and line.prompt_token_ids is not None:
+        raise LaunchError(f"{name}: --chat takes text, but prompt_token_ids were given")
+    return GivenPrompt(
+        name,
+        line.prompt,
+        None if line.prompt_token_ids is None else tuple(line.prompt_token_ids),
+        None if line.messages is None else tuple(line.messages),
+        folder,
+    )
 
 
 def _half_character(raw: bytes) -> str | None:
@@ -153,35 +156,49 @@ def _half_character(raw: bytes) -> str | None:
     return None
 
 
-def encode(prompts: list[GivenPrompt], args: argparse.Namespace, tokenizer: Tokenizer, card: ModelCard) -> list[Prompt]:
-    """Return the prompts of the engine. LaunchError for one that is empty, too long, names tokens that do not exist, or
-    has media that cannot be used."""
-    context = context_length(args, card)
+def encode(
+    given: Sequence[GivenPrompt | LaunchError], args: argparse.Namespace, tokenizer: Tokenizer, card: ModelCard
+) -> list[EncodedPrompt | LaunchError]:
+    """Return the prompts of the engine. In place of one that is empty, too long, names tokens that do not exist, or has
+    media that cannot be used, there is its error, as in `given`."""
     processor = load_processor(tokenizer.model_dir, tokenizer)
     if processor is not None and processor.convention:
         log.info(processor.convention)
     with closing(_PromptEncoder(tokenizer, card, processor, args.chat, args.use_audio_in_video)) as encoder:
-        encoded = [encoder.encode(prompt) for prompt in prompts]
-    for prompt, made in zip(prompts, encoded, strict=True):
-        ids = made.token_ids
-        if not ids:
-            raise LaunchError(f"{prompt.name} is empty: there is no token to continue")
-        # The token of a picture may lie behind the vocabulary (mllama).
-        if wrong := [] if made.media else [id for id in ids if not 0 <= id < card.vocab_size]:
-            raise LaunchError(f"{prompt.name}: token id {wrong[0]} is not in the vocabulary of {card.vocab_size}")
-        if len(ids) >= context:
+
+        def encoded(prompt: GivenPrompt | LaunchError) -> EncodedPrompt | LaunchError:
+            if isinstance(prompt, LaunchError):
+                return prompt
+            try:
+                made = EncodedPrompt(prompt.name, encoder.encode(prompt))
+                _check(made, args, card)
+            except LaunchError as e:
+                return e
+            return made
+
+        return [encoded(prompt) for prompt in given]
+
+
+def _check(encoded: EncodedPrompt, args: argparse.Namespace, card: ModelCard) -> None:
+    """Raise LaunchError for a prompt that is empty, too long, or names tokens that do not exist."""
+    name, context, ids = encoded.name, context_length(args, card), encoded.prompt.token_ids
+    if not ids:
+        raise LaunchError(f"{name} is empty: there is no token to continue")
+    # The token of a picture may lie behind the vocabulary (mllama).
+    if wrong := [] if encoded.prompt.media else [id for id in ids if not 0 <= id < card.vocab_size]:
+        raise LaunchError(f"{name}: token id {wrong[0]} is not in the vocabulary of {card.vocab_size}")
+    if len(ids) >= context:
+        raise LaunchError(
+            f"{name} has {len(ids)} tokens, which leaves no room for an answer in the context of {context}"
+        )
+    if args.max_total_tokens is not None:
+        new = min(args.max_new_tokens, context - len(ids))
+        # The last token is never fed back.
+        if (needed := len(ids) + new - 1) > args.max_total_tokens:
             raise LaunchError(
-                f"{prompt.name} has {len(ids)} tokens, which leaves no room for an answer in the context of {context}"
+                f"{name}: {count(len(ids), 'token')} and {new} new need a cache of {needed}, found "
+                f"--max-total-tokens {args.max_total_tokens}; raise it or lower --max-new-tokens"
             )
-        if args.max_total_tokens is not None:
-            new = min(args.max_new_tokens, context - len(ids))
-            # The last token is never fed back.
-            if (needed := len(ids) + new - 1) > args.max_total_tokens:
-                raise LaunchError(
-                    f"{prompt.name}: {count(len(ids), 'token')} and {new} new need a cache of {needed}, found "
-                    f"--max-total-tokens {args.max_total_tokens}; raise it or lower --max-new-tokens"
-                )
-    return encoded
 
 
 class _PromptEncoder:

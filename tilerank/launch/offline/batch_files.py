@@ -40,10 +40,13 @@ class _Result(msgspec.Struct):
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of the input that are not blank, with their numbers. Raises LaunchError."""
+    """Yield the lines of a file of JSON lines that are not blank, with their numbers. Raises LaunchError."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise LaunchError(f"{path}: expected UTF-8, found the byte order mark of UTF-16")
+                # Editors of some systems put a mark before UTF-8, too, where it means nothing.
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if text.strip():
                     yield number, text

@@ -1,10 +1,21 @@
 """A progress bar of requests and of the tokens that they generate."""
 
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from tqdm.auto import tqdm
+
+LOG_INTERVAL_S = 10.0
+"""Between two updates of the bar in a log, which gets a line for each."""
+
+
+def command_interval_s() -> float:
+    """Return the shortest time between two updates of a bar of a command."""
+    return 0.5 if sys.stderr is not None and sys.stderr.isatty() else LOG_INTERVAL_S
 
 
 class Progress:
@@ -39,3 +50,9 @@ class Progress:
         speed = self._tokens / max(time.monotonic() - self._began, 1e-6)
         self._bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
         self._bar.update(self._done - self._bar.n)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Enter a time in which other lines are written to stderr, with the bar below them."""
+        with self._bar.external_write_mode(sys.stderr):
+            yield

@@ -74,9 +74,9 @@ class Engine:
         self._next_request = 0
         self._prompt_tokens = self._generated_tokens = 0
 
-    def submit(self, request: Request) -> int:
-        """Queue a request and return its number. Raises RequestError if it can never run."""
-        return self._add(self._admissible("the request", request))
+    def submit(self, request: Request, name: str = "the request") -> int:
+        """Queue a request and return its number. Raises RequestError, which begins with `name`, if it can never run."""
+        return self._add(self._admissible(name, request))
 
     def rules(self, params: SamplingParams) -> LogitsRules:
         """Return the rules that requests with these parameters may share. Raises RequestError for unknown token ids."""
