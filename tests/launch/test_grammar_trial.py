@@ -33,7 +33,7 @@ def check(trial: GrammarTrial, grammar: str) -> None:
 
 @pytest.fixture(scope="module")
 def trial() -> Iterator[GrammarTrial]:
-    trial = GrammarTrial(DEMO)
+    trial = GrammarTrial(DEMO, DEMO)
     yield trial
     [process] = trial.pool.processes
     process.close()

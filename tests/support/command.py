@@ -199,6 +199,11 @@ def demo_copy(target: Path) -> Path:
     return Path(shutil.copytree(DEMO, target))
 
 
+def demo_without_tokenizer(target: Path) -> Path:
+    """Copy the demo model without the files of its tokenizer."""
+    return Path(shutil.copytree(DEMO, target, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*")))
+
+
 def _processes() -> list[tuple[int, set[str]]]:
     found = []
     for entry in Path("/proc").iterdir():

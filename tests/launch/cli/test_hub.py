@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command import DEMO, Result, run
+from command import DEMO, Result, demo_without_tokenizer, run
 from hub import COMMIT, Hub
 
 from tests.loader.gguf_files import Tensors, write_gguf
@@ -45,9 +45,12 @@ def environment(home: Path, endpoint: str, offline: int) -> dict[str, str]:
 
 
 def test_an_id_is_downloaded_once_and_then_found_in_the_cache(hub: Hub, tmp_path: Path) -> None:
-    expected = run("generate", DEMO, *GENERATE).out
+    """So are the files of a tokenizer, without the weights beside them."""
+    bare = demo_without_tokenizer(tmp_path / "bare")
+    split = generate(str(bare), tmp_path / "tokenizer", hub.url, "--tokenizer", MODEL)
+    assert split.status == 0 and not any(path.endswith(".safetensors") for _, path in hub.requests), split.err
     first = generate(MODEL, tmp_path, hub.url, "--tp", 2)
-    assert first.status == 0 and first.out == expected, first.err
+    assert first.status == 0 and first.out == split.out != "\n", first.err
     assert "demo/lm: downloading 12.3 MiB into" in first.err
     weights = f"/{MODEL}/resolve/{COMMIT}/model.safetensors"
     assert hub.requests.count(("GET", weights)) == 1
@@ -80,6 +83,8 @@ def test_processes_that_another_launcher_starts_download_once(hub: Hub, tmp_path
         (MODEL, ("--revision", "v9"), "demo/lm on the hub has no revision v9"),
         ("demo/pickled", (), "demo/pickled on the hub: expected a .safetensors file, found config.json"),
         (str(DEMO), ("--revision", "main"), "--revision is for an id on the hub; this model is a directory"),
+        (str(DEMO), ("--tokenizer", "nowhere"), "--tokenizer: nowhere is not a directory; expected one .*"),
+        (str(DEMO), ("--tokenizer", "demo/none"), "the hub has no model demo/none, or it is private .*"),
         ("nowhere", (), "nowhere is not a directory; expected one .*, or an id on the hub such as .*"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import DEMO, ENDLESS, NEWEST_ISA, Result, Run, await_true, endless_copy
+from command import DEMO, ENDLESS, NEWEST_ISA, Result, Run, await_true, demo_without_tokenizer, endless_copy
 from serving import greedy, log_likelihoods, tokenizer
 from tiny import make_checkpoint, make_tokenizer
 
@@ -27,13 +27,11 @@ TEXTS = ["Once upon a time", "In the beginning God", "The king of"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
-def load(tp: int, **options: object) -> LLM:
-    return LLM(DEMO, tp=tp, dtype="float32", isa=NEWEST_ISA, **options)
-
-
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with load(2) as llm:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The demo model, whose tokenizer and chat template are in another directory."""
+    weights = demo_without_tokenizer(tmp_path_factory.mktemp("llm") / "weights")
+    with LLM(weights, tokenizer=DEMO, tp=2, dtype="float32", isa=NEWEST_ISA) as llm:
         yield llm
 
 
@@ -113,7 +111,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_the_end_of_a_rank_is_named() -> None:
     before = leading_ranks()
-    with load(1) as llm:
+    with LLM(DEMO, tp=1, dtype="float32", isa=NEWEST_ISA) as llm:
         found = llm.generate(TEXTS, GREEDY)
         (rank,) = leading_ranks() - before
         os.kill(rank, signal.SIGKILL)

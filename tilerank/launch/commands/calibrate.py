@@ -64,7 +64,7 @@ class CalibrateJob:
 
     def prepare(self) -> None:
         card = model.checked_card(self._args, self._model_dir)
-        self._text = read_text(self._args.text, card, self._model_dir, WINDOW, None)
+        self._text = read_text(self._args.text, card, model.tokenizer_directory(self._args), WINDOW, None)
 
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from tilerank.runtime.rank.registry import read_supported_card

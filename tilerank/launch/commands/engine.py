@@ -94,7 +94,9 @@ class EngineJob(GenerateJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(worker, self._options.mm_cache_bytes, self._args.max_running_requests)
+        engine = Engine(
+            worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer
+        )
         serve_connections(engine, [socket.socket(fileno=int(os.environ[LINK]))], self._ranks)
 
 
@@ -105,7 +107,7 @@ def check_model(args: argparse.Namespace) -> None:
 
     model_dir = model.model_directory(args)
     check_pairs(model.checked_card(args, model_dir))
-    tokenizer = Tokenizer(model_dir, args.chat_template)
+    tokenizer = Tokenizer(model.tokenizer_directory(args), args.chat_template)
     media_options.check(args, load_processor(model_dir, tokenizer))
     if args.chat_template is not None:
         tokenizer.chat_template.variables(None)  # which finds errors of its syntax

@@ -90,7 +90,7 @@ class GenerateJob:
         if card.pooling is not None:
             does = DOES[card.pooling.task]
             raise LaunchError(f"{self._model_dir} {does}, and generates none; `tilerank serve` runs it")
-        self._tokenizer = Tokenizer(self._model_dir)
+        self._tokenizer = Tokenizer(model.tokenizer_directory(self._args))
         given = prompts.read_prompts(self._args)
         self._speech = speech_output.read_speech(self._args, card, len(given))
         if self._speech is not None:

@@ -17,14 +17,14 @@ from tilerank.loader.card import ModelCard
 from tilerank.loader.tokenizer import Tokenizer
 from tilerank.runtime.media.decoder import DecodedMedium, decode_source
 from tilerank.runtime.media.messages import MediaSource, read_data_url
-from tilerank.runtime.media.processor import Processor, check_kinds, samplers
+from tilerank.runtime.media.processor import check_kinds, samplers
 from tilerank.runtime.media.registry import family_of, load_processor
 from tilerank.runtime.protocol.errors import MediaError, UnavailableError
 from tilerank.runtime.protocol.prompt import Prompt
 
 from ..errors import LaunchError
 from ..offline.batch_files import read_lines
-from ..options.model import context_length
+from ..options.model import context_length, model_directory
 from ..serving.media_decoder import MediaDecoder
 from ..text import count
 
@@ -161,10 +161,7 @@ def encode(
 ) -> list[EncodedPrompt | LaunchError]:
     """Return the prompts of the engine. In place of one that is empty, too long, names tokens that do not exist, or has
     media that cannot be used, there is its error, as in `given`."""
-    processor = load_processor(tokenizer.model_dir, tokenizer)
-    if processor is not None and processor.convention:
-        log.info(processor.convention)
-    with closing(_PromptEncoder(tokenizer, card, processor, args.chat, args.use_audio_in_video)) as encoder:
+    with closing(_PromptEncoder(args, tokenizer, card)) as encoder:
 
         def encoded(prompt: GivenPrompt | LaunchError) -> EncodedPrompt | LaunchError:
             if isinstance(prompt, LaunchError):
@@ -202,18 +199,18 @@ def _check(encoded: EncodedPrompt, args: argparse.Namespace, card: ModelCard) ->
 
 
 class _PromptEncoder:
-    """Turns prompts into those of the engine. processor: None for a model that takes text only. heard: the model hears
-    the sound of videos."""
+    """Turns prompts into those of the engine."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, card: ModelCard, processor: Processor | None, chat: bool, heard: bool
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, card: ModelCard) -> None:
+        self._model_dir = model_directory(args)
         self._tokenizer = tokenizer
         self._card = card
-        self._processor = processor
-        self._chat = chat
-        self._heard = heard
+        self._processor = load_processor(self._model_dir, tokenizer)  # None for a model that takes text only
+        self._chat = args.chat
+        self._heard = args.use_audio_in_video  # the model hears the sound of videos
         self._decoder = MediaDecoder()
+        if self._processor is not None and self._processor.convention:
+            log.info(self._processor.convention)
 
     def encode(self, prompt: GivenPrompt) -> Prompt:
         """Raises LaunchError."""
@@ -237,7 +234,7 @@ class _PromptEncoder:
         from tilerank.runtime.server.chat.text_encoder import DirectTextEncoder
 
         format = answer_format(self._tokenizer, family_of(self._card.model_type).tool_calls).tool_format
-        model, encoder = str(self._tokenizer.model_dir), DirectTextEncoder(self._tokenizer)
+        model, encoder = str(self._model_dir), DirectTextEncoder(self._tokenizer)
         return PromptBuilder(
             self._tokenizer, model, format, self._processor, encoder, lambda: self._card.context_length, {}
         )

@@ -183,7 +183,9 @@ class ServeJob(engine.EngineJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(worker, self._options.mm_cache_bytes, self._args.max_running_requests)
+        engine = Engine(
+            worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer
+        )
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)

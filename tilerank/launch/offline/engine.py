@@ -52,9 +52,10 @@ class OfflineEngine:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        tokenizer = Tokenizer(model.model_directory(args), args.chat_template)
-        self._grammars = GrammarTrial(tokenizer.model_dir)
-        name = tokenizer.model_dir.resolve().name
+        model_dir = model.model_directory(args)
+        tokenizer = Tokenizer(model.tokenizer_directory(args), args.chat_template)
+        self._grammars = GrammarTrial(model_dir, tokenizer.model_dir)
+        name = model_dir.resolve().name
         encoder = DirectTextEncoder(tokenizer)
         settings = server_settings(args, tokenizer, encoder, self._grammars.check, names=(name,), version="")
         self._loop = asyncio.new_event_loop()

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
     from tqdm.asyncio import tqdm_asyncio
 
-FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+FILES = ("*.safetensors", *SMALL_FILES)
 """The files of a model directory that tilerank reads."""
 OTHER_FILES = (*(f"*/{pattern}" for pattern in FILES), "consolidated*")
 """Other layouts of the same weights, in folders or under the name that Mistral gives to its own layout."""
@@ -50,11 +51,15 @@ def add_model_argument(parser: argparse.ArgumentParser, nargs: str | None = None
 
 
 def find_model(args: argparse.Namespace) -> None:
-    """Replace an id in `args` by the model's directory or file, which is downloaded unless the cache has it.
+    """Replace ids in `args` by the directory or file of the model, and by the directory of its tokenizer, which are
+    downloaded unless the cache has them.
 
     Clients call the model by its id then, unless --served-model-name says otherwise. Processes that this one starts
     with the same arguments find the model in the cache. LaunchError if the id does not exist or cannot be downloaded.
     """
+    tokenizer = getattr(args, "tokenizer", None)
+    if tokenizer is not None and not tokenizer.exists():
+        args.tokenizer = _download_tokenizer(str(tokenizer))
     for name in ("model", "model_path"):
         given = getattr(args, name, None)
         if given is None or given.is_file():
@@ -121,6 +126,22 @@ def download(model: str, revision: str | None) -> Path:
                 )
             )
             return folder if quantisation is None else folder / names[0]
+
+
+def _download_tokenizer(id: str) -> Path:
+    """Return a directory with the small files of an id. Raises LaunchError."""
+    found = _ID.fullmatch(id)
+    if found is None or found[2] is not None:
+        raise LaunchError(
+            f"--tokenizer: {id} is not a directory; expected one with the files of a tokenizer, or an id on the hub"
+        )
+    from huggingface_hub import constants, snapshot_download
+
+    cache = Path(constants.HF_HUB_CACHE)
+    with _as_launch_errors(id, None, None), _one_at_a_time(cache, id):
+        folder = snapshot_download(id, allow_patterns=list(SMALL_FILES), ignore_patterns=list(OTHER_FILES))
+    os.environ[OFFLINE] = "1"
+    return Path(folder)
 
 
 def _cached(snapshot: Callable[..., Any], id: str, quantisation: str | None) -> Path:

@@ -144,6 +144,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser, nargs="?")
     parser.add_argument("--model-path", type=Path, metavar="MODEL", help="the same as an option")
     model = parser.add_argument_group("model")
+    model.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="a directory or an id on the hub, whose tokenizer and chat template take the place of the model's",
+    )
     add_format_arguments(model, "auto: the checkpoint's")
     add_cut_arguments(model, "heads that do not divide: padded, split unevenly, or whichever reads fewer bytes")
     _add_cache_arguments(model)
@@ -267,6 +273,12 @@ def model_directory(args: argparse.Namespace) -> Path:
     if len(set(given)) > 1:
         raise LaunchError(f"two models given: {given[0]} and --model-path {given[1]}")
     return Path(given[0])
+
+
+def tokenizer_directory(args: argparse.Namespace) -> Path:
+    """Return where the tokenizer is read: --tokenizer, or the model. LaunchError as of `model_directory`."""
+    own = model_directory(args)
+    return own if args.tokenizer is None else args.tokenizer
 
 
 def checked_card(args: argparse.Namespace, model_dir: Path) -> ModelCard:

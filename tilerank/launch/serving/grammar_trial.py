@@ -29,9 +29,9 @@ _text = msgspec.msgpack.Decoder(str)
 class GrammarTrial:
     """The HTTP process's end. The other process is started with the first grammar."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, tokenizer_dir: Path) -> None:
         self._good: OrderedDict[str, None] = OrderedDict()
-        self.pool = LimitedPool(1, _text, __name__, str(model_dir))
+        self.pool = LimitedPool(1, _text, __name__, str(model_dir), str(tokenizer_dir))
 
     async def check(self, grammar: str) -> None:
         """Raise RequestError if the grammar is wrong, or too expensive to compile. Raises UnavailableError."""
@@ -49,9 +49,9 @@ class GrammarTrial:
             self._good.popitem(last=False)
 
 
-def main(model_dir: Path) -> None:
+def main(model_dir: Path, tokenizer_dir: Path) -> None:
     """Answer each grammar with an error sentence, empty if it compiles."""
-    connection, vocabulary = to_parent(_text), Vocabulary(model_dir)
+    connection, vocabulary = to_parent(_text), Vocabulary(model_dir, tokenizer_dir)
     _refusal(vocabulary, "start: /x/")  # loads the tokens before the first limit applies
     answer_all(connection, lambda grammar: _refusal(vocabulary, grammar), MEMORY, lambda _: CPU_S)
 
@@ -65,4 +65,4 @@ def _refusal(vocabulary: Vocabulary, grammar: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -19,13 +19,14 @@ from .text_processes import TextProcesses
 def run_http_process(args: argparse.Namespace, listener: socket.socket, control: socket.socket) -> int:
     """Serve until the process is told to stop, as `http_process.run`."""
     logs.configure(0, args.log_level, prefix=False)
-    tokenizer = Tokenizer(model.model_directory(args), args.chat_template)
+    model_dir = model.model_directory(args)
+    tokenizer = Tokenizer(model.tokenizer_directory(args), args.chat_template)
     about = server_settings(
         args,
         tokenizer,
         TextProcesses(tokenizer),
-        GrammarTrial(tokenizer.model_dir).check,
-        names=tuple(args.served_model_name or [tokenizer.model_dir.resolve().name]),
+        GrammarTrial(model_dir, tokenizer.model_dir).check,
+        names=tuple(args.served_model_name or [model_dir.resolve().name]),
         version=own_version() or "unknown",
         api_keys=http_options.api_keys(args),
         strict_fields=args.strict_fields,

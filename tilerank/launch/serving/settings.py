@@ -34,11 +34,11 @@ def server_settings(
     strict_fields: bool = True,
     open_metrics: bool = False,
 ) -> ServerSettings:
-    """Return the settings of the APIs for the model of `tokenizer`.
+    """Return the settings of the APIs for the model of `args`, whose tokenizer is `tokenizer`.
 
     The other arguments are those of ServerSettings.
     """
-    model_dir = tokenizer.model_dir
+    model_dir = model.model_directory(args)
     options = model.model_options(args)
     card = with_options(read_card(model_dir), options.family)
     family = family_of(card.model_type)

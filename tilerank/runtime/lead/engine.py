@@ -6,6 +6,7 @@ Each step goes to all ranks as one message (rank_messages.py); a Worker on every
 import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
 from ..protocol.events import EndedEvent, Event, FailedEvent, PooledEvent, ScoredEvent, SoundEvent, TokenEvent
+from ..protocol.grammar import Vocabulary
 from ..protocol.params import Start
 from ..protocol.prompt import MM_CACHE_BYTES, Prompt
 from ..protocol.rank_messages import Count, Step
@@ -56,10 +58,16 @@ class Engine:
     """Serves requests with the model of `worker`, which is rank 0's. The other ranks run `Worker.follow`.
 
     mm_cache_bytes: how many bytes of encoded media each rank keeps; requests whose media take more are refused.
-    max_running: requests that run at once.
+    max_running: requests that run at once. tokenizer_dir: as of Vocabulary.
     """
 
-    def __init__(self, worker: Worker, mm_cache_bytes: int = MM_CACHE_BYTES, max_running: int = MAX_RUNNING) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        mm_cache_bytes: int = MM_CACHE_BYTES,
+        max_running: int = MAX_RUNNING,
+        tokenizer_dir: Path | None = None,
+    ) -> None:
         self.worker = worker
         self.card = worker.card
         self._eos = frozenset(worker.card.eos_token_ids)
@@ -69,7 +77,7 @@ class Engine:
         self.speaking = SpeechScheduler(worker, read_speech_settings(self.card))
         self.encoding = MediaEncoding(worker)
         self._pooler = None if self.card.pooling is None else Pooler(worker, self.card.pooling)
-        self._grammar_masks = GrammarMasks(worker.model_dir, self.card.vocab_size)
+        self._grammar_masks = GrammarMasks(Vocabulary(worker.model_dir, tokenizer_dir), self.card.vocab_size)
         self._requests: dict[int, Sequence] = {}  # whose texts are not complete
         self._next_request = 0
         self._prompt_tokens = self._generated_tokens = 0

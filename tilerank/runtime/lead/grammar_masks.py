@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,11 +106,11 @@ class GrammarMasks:
     vocab_size: number of columns of the logits, which may exceed the tokenizer's vocabulary.
     """
 
-    def __init__(self, model_dir: Path, vocab_size: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         # Two threads, so that masks never wait for the compilation of another request's grammar.
         self.mask_thread = ThreadPoolExecutor(1, "mask", _lower_priority)
         self._compile_thread = ThreadPoolExecutor(1, "grammar", _lower_priority)
-        self._vocabulary = Vocabulary(model_dir)
+        self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[str, Future[_MatcherState]] = OrderedDict()
 

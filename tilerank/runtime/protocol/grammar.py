@@ -36,10 +36,14 @@ _EXPLANATIONS = (
 
 
 class Vocabulary:
-    """The vocabulary of a model, which compiles grammars to matchers over its tokens."""
+    """The vocabulary of a model, which compiles grammars to matchers over its tokens.
 
-    def __init__(self, model_dir: Path) -> None:
+    tokenizer_dir: where its tokenizer is; None for the directory of the model.
+    """
+
+    def __init__(self, model_dir: Path, tokenizer_dir: Path | None = None) -> None:
         self._model_dir = model_dir
+        self._tokenizer_dir = tokenizer_dir or model_dir
 
     @cached_property
     def tokens(self) -> LLTokenizer:
@@ -50,7 +54,7 @@ class Vocabulary:
         from llguidance import LLTokenizer
 
         card = read_card(self._model_dir)
-        tokenizer = Tokenizer(self._model_dir)
+        tokenizer = Tokenizer(self._tokenizer_dir)
         others = (id for id in tokenizer.end_token_ids() if id < card.vocab_size)
         ends = list(dict.fromkeys((*card.eos_token_ids, *others)))
         try:

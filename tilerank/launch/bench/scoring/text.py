@@ -35,7 +35,7 @@ class Text:
         )
 
 
-def read_text(path: Path, card: ModelCard, model_dir: Path, window: int, limit: int | None) -> Text:
+def read_text(path: Path, card: ModelCard, tokenizer_dir: Path, window: int, limit: int | None) -> Text:
     """Read a file of text and cut its tokens into windows, at most of the model's context.
 
     Every window begins with what the tokenizer puts before a text, such as a token for its beginning. Raises
@@ -49,7 +49,7 @@ def read_text(path: Path, card: ModelCard, model_dir: Path, window: int, limit: 
         raise LaunchError(f"{path} cannot be read: {e.strerror}; expected a text") from e
     except UnicodeDecodeError as e:
         raise LaunchError(f"{path}: expected a text in UTF-8: {e}") from e
-    tokenizer = Tokenizer(model_dir)
+    tokenizer = Tokenizer(tokenizer_dir)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) < 2:
         raise LaunchError(f"{path}: expected a text of two tokens or more, found {len(ids)}")
