@@ -15,7 +15,7 @@ ENV HF_HOME=/home/tilerank/models
 RUN mkdir $HF_HOME
 VOLUME /home/tilerank/models
 EXPOSE 8000
-# Reads --host and --port from the command line of process 1.
+# Reads where it listens, and whether it speaks TLS, from the command line of process 1.
 HEALTHCHECK --start-period=30s CMD ["python", "-m", "tilerank.launch.health", "1"]
 # docker run -p 8000:8000 -v models:/home/tilerank/models tilerank Qwen/Qwen3-0.6B --tp auto
 ENTRYPOINT ["tilerank", "serve", "--host", "0.0.0.0"]

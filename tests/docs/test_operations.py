@@ -12,7 +12,7 @@ import yaml
 from command import run
 
 from tests.runtime.test_metrics import RANKS, STATE, client_that_heard
-from tilerank.launch.health import version_url
+from tilerank.launch.health import Listening, listening
 from tilerank.runtime.server.chat.media import DECODE_S
 from tilerank.runtime.server.http import memory
 from tilerank.runtime.server.http.body import MAX_BODY, MAX_MEDIA_BODY
@@ -97,20 +97,23 @@ def test_the_compose_file_starts_the_image() -> None:
     assert service["build"] == "." and service["command"][0] in dockerfile
     assert [volume.split(":") for volume in service["volumes"]] == [["models", "/home/tilerank/models"]]
     assert "models" in compose["volumes"] and "VOLUME /home/tilerank/models\n" in dockerfile
-    assert version_url(["tilerank", "serve", *service["command"]]) == "http://127.0.0.1:8000/version"
+    assert listening(["tilerank", "serve", *service["command"]]) == Listening(("127.0.0.1", 8000), tls=False)
 
 
 def test_the_health_check_follows_the_command(tmp_path: Path) -> None:
     config = tmp_path / "options.yaml"
     config.write_text("port: 8123\nhost: '::'\nmodel: it\n")
     start = ["/usr/bin/python", "/usr/bin/tilerank", "serve"]
-    urls = {
-        "http://127.0.0.1:8000/version": ["it", "--host", "0.0.0.0", "--tp", "3"],
-        "http://10.0.0.7:9000/version": ["--port=9000", "it", "--host=10.0.0.7"],
-        "http://[::1]:8123/version": ["--config", str(config)],
-        "http://[::1]:8124/version": ["--config", str(config), "--port", "8124"],
-    }
-    assert {version_url([*start, *options]): options for options in urls.values()} == urls
+    started: list[tuple[list[str], Listening]] = [
+        (["it", "--host", "0.0.0.0", "--tp", "3"], Listening(("127.0.0.1", 8000), tls=False)),
+        (["--port=9000", "it", "--host=10.0.0.7"], Listening(("10.0.0.7", 9000), tls=False)),
+        (["--config", str(config)], Listening(("::1", 8123), tls=False)),
+        (["--config", str(config), "--port", "8124"], Listening(("::1", 8124), tls=False)),
+        (["it", "--ssl-certfile", "cert.pem"], Listening(("127.0.0.1", 8000), tls=True)),
+        (["it", "--uds", "/run/it"], Listening("/run/it", tls=False)),
+    ]
+    for options, found in started:
+        assert listening([*start, *options]) == found
 
 
 @pytest.mark.parametrize("script", blocks("bash"))

@@ -15,6 +15,7 @@ import pytest
 from command import DEMO, Run, run
 from web import CERTIFICATE, KEY
 
+from tilerank.launch import health
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.options.arguments import path_prefix
 from tilerank.launch.serving.http_options import api_keys, tls
@@ -117,9 +118,17 @@ def test_a_client_that_speaks_no_tls_leaves_no_trace(folder: Path, server: Run, 
     assert "Traceback" not in server.heard()
 
 
+def test_the_health_check_follows_the_socket_and_its_certificate(server: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["health", str(server.process.pid)])
+    health.main()
+
+
 def test_the_path_is_free_after_the_end(folder: Path, server: Run) -> None:
+    address = health.Listening(str(folder / "socket"), tls=True)
     os.kill(server.process.pid, 15)
     assert server.process.wait(60) == 0
+    with pytest.raises(FileNotFoundError):
+        health.check(address)
     assert not (folder / "socket").exists()
 
 
