@@ -78,7 +78,7 @@ def parse_command(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
     """Return the subcommand's module and its arguments, in which an id on the hub has become a directory. Raises
     LaunchError for those that cannot be used."""
     parser = _parser(argv[:1])
-    argv = with_config(argv)
+    argv = with_config(argv, parser)
     for argument in argv:
         if argument.startswith("--") and argument.endswith("=--"):  # argparse would silently drop such a value
             parser.error(f"argument {argument.removesuffix('=--')}: expected a value, found '--'")

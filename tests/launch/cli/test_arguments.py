@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from command import DEMO, run
 
+from tilerank.launch.cli import parse_command
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.options.arguments import with_config
 
@@ -106,3 +107,24 @@ def test_files_that_are_wrong(tmp_path: Path, content: str | None, sentence: str
         with_config(["serve", "--config", str(file)])
     with pytest.raises(LaunchError, match="expected a file"):
         with_config(["serve", "--config"])
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("prot: 80", "there is no option prot; did you mean --port?"),
+        ("prot: false", "there is no option prot; did you mean --port?"),
+        ("port: x", "port: 'x' is not a whole number from 0 to 65535"),
+        ("port: true", "port: expected one argument"),
+        ("strict_fields: 3", "strict_fields: ignored explicit argument '3'"),
+        ("log_format: xml", "log_format: invalid choice: 'xml' (choose from 'text', 'json')"),
+        ("model: [a, b]", "model: expected text, found ['a', 'b']"),
+        ("config: other.yaml", "config: expected no further file, found 'other.yaml'"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_file_and_the_key(tmp_path: Path, content: str, sentence: str) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text(f"tp: 1\n{content}\n")
+    with pytest.raises(LaunchError) as caught:
+        parse_command(["serve", "--config", str(file)])
+    assert str(caught.value) == f"--config: {file}: {sentence}"

@@ -58,6 +58,21 @@ class Parser(argparse.ArgumentParser):
             self.error(f"there is no {action.dest} {value!r}{hint}")
         super()._check_value(action, value)
 
+    def check_option(self, where: str, key: str, arguments: Sequence[str]) -> None:
+        """Raise UsageError unless the option of a file has the values that its `arguments` give it.
+
+        where, key: of the option in the file, for the error.
+        """
+        action = self._option_string_actions.get(option := _option(key))
+        if action is None:
+            raise UsageError(f"{where}: there is no option {key}{_nearest(option, self._option_string_actions)}")
+        alone = Parser(prog=self.prog, add_help=False, exit_on_error=False)
+        alone._add_action(action)
+        try:
+            alone.parse_args(arguments)
+        except argparse.ArgumentError as e:
+            raise UsageError(f"{where}: {key}: {e.message}") from e
+
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse `argv`. Raises UsageError, which names the subcommand and the nearest option."""
@@ -89,13 +104,15 @@ def _subparser(parser: Parser, argv: Sequence[str]) -> Parser:
     return parser
 
 
-def with_config(argv: Sequence[str]) -> list[str]:
+def with_config(argv: Sequence[str], parser: Parser | None = None) -> list[str]:
     """Return `argv` with the options that each `--config FILE` names before those of the command line, which win.
 
     The file is YAML. Its keys are options without their dashes, `model` the model; true stands for an option without a
-    value, a list for an option that is given several times. LaunchError names what is wrong with a file.
+    value, a list for an option that is given several times. LaunchError names the file and what is wrong with it.
+    parser: of the command line, with which its options are checked.
     """
     rest, options, positional = list(argv), [], []
+    command = None if parser is None else _subparser(parser, argv[:1])
     while (place := next((i for i, a in enumerate(rest) if a.split("=", 1)[0] == "--config"), None)) is not None:
         text = rest.pop(place)
         if "=" in text:
@@ -104,12 +121,18 @@ def with_config(argv: Sequence[str]) -> list[str]:
             path = rest.pop(place)
         else:
             raise LaunchError("--config: expected a file")
-        found = _read_config(Path(path))
+        where, found = f"--config: {path}", _read_config(Path(path))
         model = found.pop("model", None)
-        positional += [] if model is None else [str(model)]
-        options += [
-            argument for key, value in found.items() for argument in as_arguments(f"--config: {path}", key, value)
-        ]
+        if not isinstance(model, str | None):
+            raise LaunchError(f"{where}: model: expected text, found {model!r}")
+        positional += [] if model is None else [model]
+        if "config" in found:
+            raise LaunchError(f"{where}: config: expected no further file, found {found['config']!r}")
+        for key, value in found.items():
+            arguments = as_arguments(where, key, value)
+            if command is not None and command is not parser:
+                command.check_option(where, key, arguments)
+            options += arguments
     return [*rest[:1], *positional, *options, *rest[1:]]
 
 
@@ -129,7 +152,7 @@ def _read_config(path: Path) -> dict[str, object]:
 
 def as_arguments(where: str, key: str, value: object) -> list[str]:
     """Return the arguments of an option. where: the place of the value, for the LaunchError about a wrong one."""
-    option = f"--{key.replace('_', '-')}"
+    option = _option(key)
     if value is True:
         return [option]
     if value is False or value is None:
@@ -138,6 +161,11 @@ def as_arguments(where: str, key: str, value: object) -> list[str]:
     if not all(isinstance(v, str | int | float) for v in values):
         raise LaunchError(f"{where}: {key}: expected text, a number, true, false or a list of these")
     return [f"{option}={v}" for v in values]
+
+
+def _option(key: str) -> str:
+    """Return the option of a key of a file."""
+    return f"--{key.replace('_', '-')}"
 
 
 def whole_number(low: int, high: float = float("inf")) -> Callable[[str], int]:
