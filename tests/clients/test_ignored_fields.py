@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from tests.runtime.server.scripted import QWEN_3, Server, make_model, run
+from tilerank.runtime.server.chat.ignored_fields import IgnoredFields
+from tilerank.runtime.server.chat.request import ChatCompletion
 
 HEADER = "x-ignored-fields"
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -121,6 +123,15 @@ CLAUDE_CODE: Any = {
     "stream": True,
 }
 
+NESTED: Any = {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "Who?", "note": 1, "cache_control": {}}]}],
+    "tools": [{"type": "function", "mode": 1, "function": {"name": "now", "kind": "clock", "strict": True}}],
+    "tool_choice": {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]},
+    },
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -139,10 +150,11 @@ async def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Respons
         (CHAT, CONTINUE, "", ""),
         (CHAT, CLINE, "", "reasoning_effort"),
         (CHAT, OPEN_WEBUI, "background_tasks, chat_id, features, model_item, session_id", "'background_tasks'"),
+        (CHAT, NESTED, "note, mode, kind", "no field 'note'"),
         (RESPONSES, CODEX, "tools.web_search", "tool of type 'web_search'"),
         (MESSAGES, CLAUDE_CODE, "tools.web_search_20250305", "tool of type 'web_search_20250305'"),
     ],
-    ids=["Aider", "Continue", "Cline", "Open WebUI", "Codex", "Claude Code"],
+    ids=["Aider", "Continue", "Cline", "Open WebUI", "nested fields", "Codex", "Claude Code"],
 )
 def test_clients_get_their_answer(model: Path, path: str, body: dict[str, Any], ignored: str, strictly: str) -> None:
     async def ask(server: Server) -> None:
@@ -171,6 +183,14 @@ def test_an_unknown_field_is_logged_once_and_named(model: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         run(model, QWEN_3, ask)
     assert sum("'new' is ignored" in record.message for record in caplog.records) == 1
+
+
+def test_unknown_fields_of_media_are_named() -> None:
+    video = {"type": "video_url", "video_url": {"url": "data:,"}, "fps": 2, "uuid": "a"}
+    ignored = IgnoredFields(strict=False)
+    body = {"messages": [{"role": "user", "content": [video]}]}
+    ChatCompletion.model_validate(body, context=ignored)
+    assert ignored.names == ["fps"]
 
 
 def test_what_agents_send_reaches_the_prompt(model: Path) -> None:

@@ -25,6 +25,10 @@ _PARTS = {
 }
 
 
+PART_FIELDS = frozenset(("type", *(key for _, keys in _PARTS.values() for key in keys)))
+"""The fields of parts that are media."""
+
+
 class MediaSource(NamedTuple):
     """The source of a medium.
 

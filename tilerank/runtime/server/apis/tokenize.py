@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from ..chat.fields import ListOf, RequestBody
 from ..chat.messages import Message, check_arguments
-from ..chat.request import MAX_TOKENS, TemplateOptions, TemplateRequest, TemplateVariables, TokenId, Tool
+from ..chat.request import MAX_TOKENS, TemplateOptions, TemplateRequest, TemplateVariables, TokenId
+from ..chat.tool_fields import Tool
 from ..http.errors import ApiError
 from .answer import json_response
 from .service import Service, while_connected

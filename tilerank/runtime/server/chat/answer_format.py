@@ -8,8 +8,9 @@ from tilerank.loader.chat.template import ReasoningStart
 from tilerank.loader.tokenizer import Tokenizer
 
 from .references import Schema
-from .request import Sampling, Tool
+from .request import Sampling
 from .text import StopStrings
+from .tool_fields import Tool
 from .tools.calls import Piece
 from .tools.format import ToolFormat
 

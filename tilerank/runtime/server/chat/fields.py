@@ -138,9 +138,17 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
-class Form(Body):
-    """A part of a request whose unknown fields are noted as ignored, or refused. Fields that are null take their
-    defaults."""
+class CheckedBody(Body):
+    """A part of a request whose unknown fields are noted as ignored, or refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_known(cls, data: Any, info: ValidationInfo) -> Any:
+        return known_only(data, field_names(cls), info) if isinstance(data, dict) else data
+
+
+class Form(CheckedBody):
+    """A part of a request, as CheckedBody. Fields that are null take their defaults."""
 
     @model_validator(mode="before")
     @classmethod

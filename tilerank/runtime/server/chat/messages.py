@@ -4,21 +4,29 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, model_validator
 
+from ...media.messages import PART_FIELDS
 from ..http.json_values import check_texts
-from .fields import Body, ListOf
+from .fields import Body, CheckedBody, ListOf
+from .ignored_fields import known_only
 from .tools.calls import arguments_from_json
 
 MAX_PARTS = 1 << 16
 """Parts of one message. The number of media has a limit of its own."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Id = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+_MEDIA_FIELDS = PART_FIELDS | {"cache_control", "prompt_cache_breakpoint", "uuid"}
+"""uuid: the name of a medium in the caches of other servers. Here its content is its name."""
 
 
-class TextPart(Body):
+class TextPart(CheckedBody):
+    """A text. Prompts that begin alike share their cache without marks."""
+
     type: Literal["text"]
     text: str
+    cache_control: Any = Field(None, exclude=True)
+    prompt_cache_breakpoint: Any = Field(None, exclude=True)
 
 
 class MediaPart(Body):
@@ -26,6 +34,11 @@ class MediaPart(Body):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     type: str = Field(min_length=1, max_length=64)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_known(cls, data: Any, info: ValidationInfo) -> Any:
+        return known_only(data, _MEDIA_FIELDS, info) if isinstance(data, dict) else data
 
 
 def refusal_as_text(part: Any, *, kind: str) -> Any:
@@ -46,24 +59,27 @@ Part = Annotated[
 ]
 
 
-class CalledFunction(Body):
+class CalledFunction(CheckedBody):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class EarlierCall(Body):
-    """A tool call of an earlier turn."""
+class EarlierCall(CheckedBody):
+    """A tool call of an earlier turn. index: of the pieces that were streamed."""
 
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Any = Field(None, exclude=True)
 
 
-class EarlierSpeech(Body):
+class EarlierSpeech(CheckedBody):
     """The speech of an earlier turn: its id, or all that the answer had."""
 
     id: Id
     transcript: str | None = None
+    data: Any = Field(None, exclude=True)
+    expires_at: Any = Field(None, exclude=True)
 
 
 class Message(Body):

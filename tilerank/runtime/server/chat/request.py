@@ -7,15 +7,15 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_v
 
 from ...protocol.params import SpeechParams
 from ..http.errors import ApiError
-from .fields import FIRST_ERROR, Body, Form, ListOf
+from .fields import FIRST_ERROR, Body, CheckedBody, Form, ListOf
 from .messages import Id, Message, Name, check_arguments
 from .structured import Structured
+from .tool_fields import NamedTool, SomeTools, Tool, ToolChoice
 
 MAX_TOKENS = 1 << 20
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TemplateVariables = Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), FIRST_ERROR]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -159,52 +159,8 @@ class Sampling(Structured):
         return False
 
     @property
-    def callable_tools(self) -> "list[Tool]":
+    def callable_tools(self) -> list[Tool]:
         return []
-
-
-class Function(Body):
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-    @property
-    def arguments_schema(self) -> dict[str, Any]:
-        """The schema of the arguments, which are an object. Raises ApiError if the parameters are something else."""
-        schema = _NO_PARAMETERS if self.parameters is None else self.parameters
-        if schema.get("type", "object") != "object":
-            raise ApiError(400, f"tools: the parameters of {self.name} must have type object", param="tools")
-        return {"type": "object"} | schema
-
-
-class Tool(Body):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class ChosenFunction(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """The tool that the model must call."""
-
-    type: Literal["function"]
-    function: ChosenFunction
-
-
-class AllowedTools(Body):
-    mode: Literal["auto", "required"]
-    tools: ListOf[NamedTool] = Field(min_length=1, max_length=128)
-
-
-class SomeTools(Body):
-    """The tools that the model may call, or one of which it must call."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
 
 
 def _voice_name(value: Any) -> Any:
@@ -216,7 +172,7 @@ def _voice_name(value: Any) -> Any:
 Voice = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_voice_name)]
 
 
-class SpeechOutput(Body):
+class SpeechOutput(CheckedBody):
     """The voice and the format of a spoken answer."""
 
     voice: Voice
@@ -279,7 +235,7 @@ class ChatCompletion(Sampling):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: ListOf[Tool] = Field([], max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | SomeTools = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateVariables = Field({})
     documents: Annotated[ListOf[Annotated[dict[str, str], FIRST_ERROR]], Field(max_length=4096)] | None = None

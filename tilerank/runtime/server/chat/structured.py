@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ..http.json_values import check_texts
-from .fields import Body, Form, ListOf, RequestBody
+from .fields import CheckedBody, Form, ListOf, RequestBody
 
 Schema = dict[str, Any]
 
@@ -31,11 +31,13 @@ _Grammar = Annotated[str, Field(min_length=1, max_length=64 << 10)]
 _Choices = Annotated[ListOf[Annotated[str, Field(min_length=1, max_length=8192)]], Field(min_length=1, max_length=1024)]
 
 
-class JsonSchema(Body):
+class JsonSchema(CheckedBody):
     """`definition`: the schema. Answers always follow it, whether the client sets `strict` or not."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     definition: Schema = Field(alias="schema")
+    description: Any = None
+    strict: Any = None
 
 
 class Structure(Form):
@@ -78,7 +80,7 @@ class Constraint:
     structural_tag: StructuralTag | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(CheckedBody):
     """OpenAI's field, with the structural tags of other servers."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
