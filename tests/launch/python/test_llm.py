@@ -109,14 +109,17 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         LLM(tmp_path)
 
 
-def test_the_end_of_a_rank_is_named() -> None:
+def test_replicas_and_the_end_of_a_rank_of_one() -> None:
     before = leading_ranks()
-    with LLM(DEMO, tp=1, dtype="float32", isa=NEWEST_ISA) as llm:
+    with LLM(DEMO, tp=1, dp=2, dtype="float32", isa=NEWEST_ISA) as llm:
         found = llm.generate(TEXTS, GREEDY)
-        (rank,) = leading_ranks() - before
-        os.kill(rank, signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"rank 0 \(process \d+\) was killed by SIGKILL while generating"):
-            llm.generate("x", GREEDY)
+        ranks = leading_ranks() - before
+        assert len(ranks) == 2
+        os.kill(max(ranks), signal.SIGKILL)
+        killed = r"rank 0 of replica \d \(process \d+\) was killed by SIGKILL while generating"
+        with pytest.raises(EngineError, match=killed):
+            for _ in range(1000):  # the other replica answers until it has been ended as well
+                llm.generate("x", GREEDY, use_tqdm=False)
     with pytest.raises(EngineError, match="closed"):
         llm.generate("x", GREEDY)
     assert [output.outputs[0].text for output in found] == [greedy(text, 12) for text in TEXTS]

@@ -8,21 +8,26 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tilerank.loader.generation_config import read_sampling_defaults
 from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 
-from ..errors import USER_ERRORS
+from ..errors import USER_ERRORS, LaunchError
+from ..host.placement import divide_placement
+from ..host.topology import read_topology
 from ..logs import say
-from ..offline.link import LINK, PARENT
+from ..offline.link import CONTROL, LINK, PARENT, connect_replicas
 from ..options import model, other_servers, requests
+from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import die_with
 from ..processes.status import ErrorReport, StatusPipe
 from ..processes.supervisor import Outcome, run_group
 from ..ranks import ranks_table, start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import Identity, identify
+from ..ranks.start import HostRanks
 from ..serving import media_options
 from .generate import GenerateJob
 
@@ -39,6 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     media_options.add_arguments(parser)
     model.add_arguments(parser)
     start.add_arguments(parser)
+    parser.add_argument_group("replicas").add_argument(
+        "--dp",
+        "--data-parallel-size",
+        type=replica_count,
+        default=1,
+        metavar="auto|N",
+        help="replicas of the model, each on --tp ranks of its own (default: 1; auto: as many as the NUMA nodes give "
+        "with --tp, or with --tp auto as the size of the model suggests)",
+    )
     other_servers.add_arguments(parser, other_servers.MODEL)
 
 
@@ -48,7 +62,7 @@ def is_rank(args: argparse.Namespace) -> bool:
     That is a process which this other one has started, every process but that of rank 0 under another launcher, and
     every host but the first with --nnodes.
     """
-    return LINK in os.environ or identify(os.environ).rank > 0 or bool(args.node_rank)
+    return CONTROL in os.environ or identify(os.environ).rank > 0 or bool(args.node_rank)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
     if identity.launcher != "tilerank" and PARENT in os.environ:
         die_with(int(os.environ[PARENT]))
     if not start.ours_to_start(args, identity):
+        refuse_replicas(args, identity)
+        if identity.rank == 0 and identity.launcher != "tilerank":
+            os.environ[LINK] = str(connect_replicas(1)[0])
         return run_rank(identity, args, EngineJob(args))
     status = StatusPipe.inherited()
     outcome = _outcome(args, identity)
@@ -70,11 +87,38 @@ def run(args: argparse.Namespace) -> int:
 
 def _outcome(args: argparse.Namespace, identity: Identity) -> Outcome:
     try:
-        ranks = start.own_ranks(args, identity)
-        link = {LINK: int(os.environ[LINK])} if 0 in ranks.here else {}
-        return run_group(ranks.specs(link), start.watched_conditions(args))
+        replicas = own_replicas(args, identity, EngineJob(args).model_bytes)
+        links = [{LINK: end} for end in connect_replicas(len(replicas))] if 0 in replicas[0].here else [{}]
+        specs = [spec for ranks, link in zip(replicas, links, strict=True) for spec in ranks.specs(link)]
+        return run_group(specs, start.watched_conditions(args))
     except USER_ERRORS as e:
         return Outcome(1, str(e))
+
+
+def refuse_replicas(args: argparse.Namespace, identity: Identity) -> None:
+    """Raise LaunchError for several replicas where this command does not start all ranks itself."""
+    if args.dp != 1 and identity.launcher != "tilerank":
+        raise LaunchError(f"--dp {args.dp or 'auto'} is for ranks of one host that this command starts")
+
+
+def own_replicas(
+    args: argparse.Namespace, identity: Identity, model_bytes: Callable[[], ModelBytes]
+) -> list[HostRanks]:
+    """Return the groups of ranks that this command starts, one for each replica. model_bytes: called if the numbers of
+    ranks and replicas depend on it. Raises LaunchError."""
+    if args.dp == 1:
+        return [start.own_ranks(args, identity)]
+    if args.nnodes > 1:
+        refuse_replicas(args, identity)
+    machine = read_topology()
+    division = divide(start.own_topology(args, identity, machine), args.tp, args.dp, model_bytes)
+    if division.reason is not None and args.log_level in ("debug", "info"):
+        say(f"tilerank: --tp {division.tp} --dp {division.dp}: {division.reason}")
+    whole = start.own_placement(args, identity, machine, division.tp * division.dp)
+    return [
+        HostRanks(args, division.tp, range(division.tp), placement, replica if division.dp > 1 else None)
+        for replica, placement in enumerate(divide_placement(whole, division.dp))
+    ]
 
 
 class EngineJob(GenerateJob):
@@ -85,6 +129,14 @@ class EngineJob(GenerateJob):
     def prepare(self) -> None:
         check_model(self._args)
 
+    def model_bytes(self) -> ModelBytes:
+        """Return what the model takes on one rank."""
+        from tilerank.runtime.rank.registry import read_supported_card
+
+        from ..planning.plan import model_bytes
+
+        return model_bytes(read_supported_card(self._model_dir, self._options.family), self._options)
+
     def build(self, team: Team, own: RankPlacement) -> Worker:
         worker = super().build(team, own)
         self._ranks = ranks_table.gather(team.group, own, worker)
@@ -94,9 +146,7 @@ class EngineJob(GenerateJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(
-            worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer
-        )
+        engine = Engine(worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer)
         serve_connections(engine, [socket.socket(fileno=int(os.environ[LINK]))], self._ranks)
 
 

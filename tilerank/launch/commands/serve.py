@@ -21,18 +21,16 @@ from tilerank.runtime.server.link.handover import connect, connections
 
 from ..errors import LaunchError
 from ..host import cgroup
-from ..host.placement import divide_placement
 from ..host.topology import read_topology
 from ..logs import say, use_format
 from ..options import other_servers
 from ..options.arguments import whole_number
-from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import ProcessSpec
 from ..processes.status import StatusPipe
 from ..processes.supervisor import END_S, WatchedConditions, supervise
 from ..ranks import ranks_table, start
 from ..ranks.rank import run_rank
-from ..ranks.rendezvous import Identity, identify
+from ..ranks.rendezvous import identify
 from ..ranks.start import HostRanks
 from ..serving import http_options
 from ..serving.http_options import DRAIN_S, TERMINAL_DRAIN_S
@@ -56,17 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http_options.add_arguments(parser)
     engine.add_arguments(parser)
     other_servers.add_arguments(parser, other_servers.ANSWERS)
-    group = parser.add_argument_group("replicas")
-    group.add_argument(
-        "--dp",
-        "--data-parallel-size",
-        type=replica_count,
-        default=1,
-        metavar="auto|N",
-        help="replicas of the model, each on --tp ranks of its own (default: 1; auto: as many as the NUMA nodes give "
-        "with --tp, or with --tp auto as the size of the model suggests)",
-    )
-    group.add_argument(
+    parser.add_argument_group("restarts").add_argument(
         "--max-restarts",
         type=whole_number(0),
         metavar="N",
@@ -88,42 +76,18 @@ def run(args: argparse.Namespace) -> int:
     job = ServeJob(args)
     identity = identify(os.environ)
     ours = start.ours_to_start(args, identity)
-    if not ours or args.nnodes > 1:
-        _refuse_for_others(args, identity)
+    if args.max_restarts and identity.launcher != "tilerank" and (not ours or args.nnodes > 1):
+        raise LaunchError(f"--max-restarts {args.max_restarts} is for ranks of one host that this command starts")
     if not ours:
+        engine.refuse_replicas(args, identity)
         return run_rank(identity, args, job)
     for note in other_servers.notes(args):
         say(note)
-    replicas = _replicas(args, identity, job)
+    replicas = engine.own_replicas(args, identity, job.model_bytes)
     if 0 not in replicas[0].here:
         return supervise(replicas[0].specs(), _watch(args), end_s=args.drain_timeout + END_S)
     job.prepare()
     return _supervise(args, job, replicas)
-
-
-def _refuse_for_others(args: argparse.Namespace, identity: Identity) -> None:
-    """Refuse options that only a command can follow that starts all ranks itself. Raises LaunchError."""
-    given = {"--dp": None if args.dp == 1 else args.dp or "auto", "--max-restarts": args.max_restarts or None}
-    for option, value in given.items():
-        if value is not None and identity.launcher != "tilerank":
-            raise LaunchError(f"{option} {value} is for ranks of one host that this command starts")
-
-
-def _replicas(args: argparse.Namespace, identity: Identity, job: ServeJob) -> list[HostRanks]:
-    """Return the groups of ranks that this command starts. Raises LaunchError."""
-    machine = read_topology()
-    topology = start.own_topology(args, identity, machine)
-    if args.dp == 1:
-        size, here = start.host_ranks(args, topology)
-        return [HostRanks(args, size, here, start.own_placement(args, identity, machine, len(here)))]
-    division = divide(topology, args.tp, args.dp, job.model_bytes)
-    if division.reason is not None:
-        say(f"tilerank: --tp {division.tp} --dp {division.dp}: {division.reason}")
-    whole = start.own_placement(args, identity, machine, division.tp * division.dp)
-    return [
-        HostRanks(args, division.tp, range(division.tp), placement, replica if division.dp > 1 else None)
-        for replica, placement in enumerate(divide_placement(whole, division.dp))
-    ]
 
 
 def _watch(args: argparse.Namespace) -> WatchedConditions:
@@ -161,14 +125,6 @@ class ServeJob(engine.EngineJob):
             self.listener = self.address.listen()
             self._url = f"{self.address.url(self.listener)}{self._args.root_path}/v1"
 
-    def model_bytes(self) -> ModelBytes:
-        """Return what the model takes on one rank."""
-        from tilerank.runtime.rank.registry import read_supported_card
-
-        from ..planning.plan import model_bytes
-
-        return model_bytes(read_supported_card(self._model_dir, self._options.family), self._options)
-
     def build(self, team: Team, own: RankPlacement) -> Worker:
         worker = super().build(team, own)
         if own.rank == 0:
@@ -183,9 +139,7 @@ class ServeJob(engine.EngineJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(
-            worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer
-        )
+        engine = Engine(worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer)
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)

@@ -26,13 +26,14 @@ from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.text_encoder import DirectTextEncoder
 from tilerank.runtime.server.http.errors import ApiError
 from tilerank.runtime.server.link.client import EngineClient, EngineGoneError
+from tilerank.runtime.server.link.handover import connections
 
 from ..options import model
 from ..processes.status import ErrorReport, status_inbox
 from ..processes.supervisor import END_S, TERMINATE_S
 from ..serving.grammar_trial import GrammarTrial
 from ..serving.settings import server_settings
-from .link import LINK, PARENT
+from .link import CONTROL, PARENT
 from .window import run_all
 
 MAX_QUEUED = 1 << 16
@@ -61,7 +62,7 @@ class OfflineEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="tilerank", daemon=True)
         self._pid = os.getpid()
-        self._socket: socket.socket | None = None
+        self._connections: list[socket.socket] = []  # to the replicas
         self._process: subprocess.Popen[bytes] | None = None
         self._sentence = ""  # the error that the ranks have reported
         self._thread.start()
@@ -84,7 +85,7 @@ class OfflineEngine:
         if self._loop.is_closed():
             raise EngineError("the model is closed; expected one that runs")
         try:
-            self._call(run_all(self.client, items, run), show)
+            self._call(run_all(self.client, items, run, len(self._connections)), show)
         except EngineGoneError as e:
             raise self._call(self._failure()) from e
         except ApiError as e:
@@ -120,9 +121,9 @@ class OfflineEngine:
         if os.getpid() != self._pid or self._loop.is_closed():
             return
         if self._process is not None:
-            assert self._socket is not None
-            with contextlib.suppress(OSError):  # the ranks have closed it already
-                self._socket.shutdown(socket.SHUT_RDWR)  # close() alone does nothing if another process has a copy
+            for connection in self._connections:
+                with contextlib.suppress(OSError):  # the ranks have closed it already
+                    connection.shutdown(socket.SHUT_RDWR)  # close() alone does nothing if another process has a copy
             self._end(self._process)
         for limited in self._grammars.pool.processes:
             limited.end()
@@ -132,7 +133,7 @@ class OfflineEngine:
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Wait until the ranks have ended, which they do once their requests are cancelled."""
-        if not self.client.ready.is_set():  # while they load, they do not look at the socket
+        if not self.client.all_ready.is_set():  # while they load, they do not look at the socket
             process.terminate()
         for signal_process in (process.terminate, process.kill):
             try:
@@ -154,9 +155,9 @@ class OfflineEngine:
     async def _start(self, argv: list[str]) -> None:
         """Start the ranks with the command line `argv`, from this thread: they end with it. Returns when they are
         ready."""
-        self._socket, theirs = socket.socketpair()
+        control, theirs = socket.socketpair()
         self._status, status = os.pipe()
-        variables = {LINK: str(theirs.fileno()), PARENT: str(os.getpid()), "TILERANK_STATUS": str(status)}
+        variables = {CONTROL: str(theirs.fileno()), PARENT: str(os.getpid()), "TILERANK_STATUS": str(status)}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tilerank", *argv],
@@ -169,9 +170,15 @@ class OfflineEngine:
         finally:
             theirs.close()
             os.close(status)
-        self._attached = asyncio.create_task(self.client.attach(0, self._socket))
-        ready = asyncio.create_task(self.client.ready.wait())
-        await asyncio.wait((ready, self._attached), return_when=asyncio.FIRST_COMPLETED)
+        with control:
+            self._connections = await asyncio.to_thread(lambda: list(connections(control)))
+        self._attached = [
+            asyncio.create_task(self.client.attach(replica, connection))
+            for replica, connection in enumerate(self._connections)
+        ]
+        ready = asyncio.create_task(self.client.all_ready.wait())
+        if self._attached:  # else the command has ended
+            await asyncio.wait((ready, *self._attached), return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             ready.cancel()
             raise await self._failure()

@@ -8,16 +8,16 @@ from tilerank.runtime.protocol.sizes import MAX_RUNNING
 from tilerank.runtime.server.link.client import EngineClient, OverloadedError
 
 REQUESTS = MAX_RUNNING + 64
-"""Requests under way: those that an engine runs, and some that wait for its next step."""
+"""Requests under way for each engine: those that it runs, and some that wait for its next step."""
 FULL_S = 0.05
 """Between two looks at a queue that is full."""
 T = TypeVar("T")
 
 
-async def run_all(client: EngineClient, items: Iterable[T], run: Callable[[T], Awaitable[None]]) -> None:
+async def run_all(client: EngineClient, items: Iterable[T], run: Callable[[T], Awaitable[None]], engines: int) -> None:
     """Run a request to `client` for each item. The first one that fails cancels the others, and its exception is
-    raised. Raises EngineGoneError if the engine has ended."""
-    room = asyncio.Semaphore(REQUESTS)
+    raised. Raises EngineGoneError if an engine has ended. engines: of the client."""
+    room = asyncio.Semaphore(REQUESTS * engines)
 
     async def run_one(item: T) -> None:
         try:

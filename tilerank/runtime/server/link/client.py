@@ -218,6 +218,7 @@ class EngineClient:
         self.restarts = 0  # engines after the first one of each replica
         self.totals = Totals()
         self.ready = asyncio.Event()  # set once the first engine can take requests
+        self.all_ready = asyncio.Event()  # set once all that are attached can
         self._engines: dict[int, EngineConnection] = {}
 
     @property
@@ -238,8 +239,13 @@ class EngineClient:
     async def attach(self, replica: int, connection: socket.socket) -> None:
         """Use the engine at the other end of `connection` for `replica`. Returns when the engine ends."""
         self.restarts += replica in self._engines
-        self._engines[replica] = engine = EngineConnection(self.totals, self.ready.set)
+        self._engines[replica] = engine = EngineConnection(self.totals, self._on_ready)
         await engine.run(connection)
+
+    def _on_ready(self) -> None:
+        self.ready.set()
+        if all(engine.state is not None for engine in self._engines.values()):
+            self.all_ready.set()
 
     def check_room(self) -> None:
         """Raise EngineGoneError if no engine is ready, and OverloadedError if no further request may wait."""
