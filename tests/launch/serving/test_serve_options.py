@@ -13,17 +13,21 @@ from typing import Any
 import httpx
 import pytest
 from command import DEMO, Run, run
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from web import CERTIFICATE, KEY
 
+from tests.launch.serving.otlp_receiver import OtlpReceiver, values
 from tilerank.launch import health
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.options.arguments import path_prefix
+from tilerank.launch.serving import tracing
 from tilerank.launch.serving.http_options import api_keys, tls
 from tilerank.loader.errors import ConfigError, TokenizerError
 from tilerank.loader.generation_config import read_sampling_defaults
 from tilerank.loader.tokenizer import Tokenizer
 
 PROMPT = "In the beginning God"
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Run]:
+def receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, receiver: OtlpReceiver) -> Iterator[Run]:
     options = {
         "--uds": folder / "socket",
         "--root-path": "/llm/",
@@ -57,6 +68,7 @@ def server(folder: Path) -> Iterator[Run]:
     with Run(
         *("serve", "--dtype", "float32", "--metrics-no-key", "--trust-remote-code", *given),
         *("--served-model-name", "first", "second", DEMO),
+        env={"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_RESOURCE_ATTRIBUTES": "team=a"},
     ) as running:
         line = running.await_line("is served at").rstrip()
         assert line == f"tilerank: first and second is served at unix:{folder / 'socket'}:/llm/v1"
@@ -123,13 +135,44 @@ def test_the_health_check_follows_the_socket_and_its_certificate(server: Run, mo
     health.main()
 
 
-def test_the_path_is_free_after_the_end(folder: Path, server: Run) -> None:
+def test_the_path_is_free_after_the_end(folder: Path, server: Run, client: httpx.Client) -> None:
+    client.headers["traceparent"] = f"00-{TRACE}-{PARENT}-01"
+    complete(client)
     address = health.Listening(str(folder / "socket"), tls=True)
     os.kill(server.process.pid, 15)
     assert server.process.wait(60) == 0
     with pytest.raises(FileNotFoundError):
         health.check(address)
     assert not (folder / "socket").exists()
+
+
+def test_every_request_was_a_span(folder: Path, receiver: OtlpReceiver) -> None:
+    """The server has ended, and has sent what waited."""
+    resource = values(receiver.resources[0].resource.attributes)
+    assert resource["service.name"] == "tilerank" and resource["team"] == "a"
+    (span,) = [span for span in receiver.spans if span.trace_id.hex() == TRACE]
+    assert (span.name, span.kind, span.parent_span_id.hex()) == ("POST /v1/completions", Span.SPAN_KIND_SERVER, PARENT)
+    found = values(span.attributes)
+    assert (found["http.route"], found["http.response.status_code"]) == ("/v1/completions", 200)
+    assert (found["gen_ai.operation.name"], found["gen_ai.response.model"]) == ("text_completion", "first")
+    assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (4, 8)
+    assert found["gen_ai.response.finish_reasons"] == ["length"] and PROMPT not in str(span)
+    (first,) = span.events
+    assert span.start_time_unix_nano < first.time_unix_nano < span.end_time_unix_nano
+    refused = [span for span in receiver.spans if values(span.attributes)["http.response.status_code"] == 404]
+    assert {span.name for span in refused} == {"POST /v1/completions"}
+    assert not any(span.name.startswith("GET /metrics") for span in receiver.spans), "monitors repeat it for ever"
+
+
+def test_spans_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    tracing.check()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4317")
+    with pytest.raises(LaunchError, match="OTEL_EXPORTER_OTLP_PROTOCOL: expected http/protobuf, found grpc"):
+        tracing.check()
+    monkeypatch.setattr(tracing, "_PACKAGE", "not-installed")
+    with pytest.raises(LaunchError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT is set: .* pip install 'tilerank\[otel\]'"):
+        tracing.check()
 
 
 @pytest.mark.parametrize(

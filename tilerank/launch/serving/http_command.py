@@ -14,6 +14,7 @@ from .grammar_trial import GrammarTrial
 from .http_process import Http, run
 from .settings import server_settings
 from .text_processes import TextProcesses
+from .tracing import request_spans
 
 
 def run_http_process(args: argparse.Namespace, listener: socket.socket, control: socket.socket) -> int:
@@ -34,8 +35,8 @@ def run_http_process(args: argparse.Namespace, listener: socket.socket, control:
     )
     status = StatusPipe.inherited()
     status.send(Reached("listening"))
-    run(
-        Http(
+    with request_spans(about.models[0], about.version) as on_end:
+        http = Http(
             listener,
             tokenizer,
             about,
@@ -43,9 +44,7 @@ def run_http_process(args: argparse.Namespace, listener: socket.socket, control:
             args.max_queued_requests,
             http_options.tls(args),
             args.root_path,
-        ),
-        control,
-        args.drain_timeout,
-        lambda: status.send(Reached("serving")),
-    )
+            on_end,
+        )
+        run(http, control, args.drain_timeout, lambda: status.send(Reached("serving")))
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
 from ..options.arguments import ModelAfterNames, path_prefix, seconds, whole_number
+from . import tracing
 from .listening import TcpAddress, UnixAddress
 
 if TYPE_CHECKING:
@@ -122,9 +123,10 @@ def _add_access(http: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise LaunchError for files of keys and certificates that cannot be used."""
+    """Raise LaunchError for files of keys and certificates that cannot be used, and for spans that cannot be sent."""
     api_keys(args)
     tls(args)
+    tracing.check()
 
 
 def address(args: argparse.Namespace) -> Address:

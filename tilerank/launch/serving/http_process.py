@@ -24,7 +24,7 @@ from tilerank.runtime.server.http.drain import DrainMiddleware
 from tilerank.runtime.server.http.root_path import RootPathMiddleware
 from tilerank.runtime.server.link.client import MAX_QUEUED, EngineClient
 from tilerank.runtime.server.link.handover import receive_connection
-from tilerank.runtime.server.monitoring.request_log import RequestLogMiddleware
+from tilerank.runtime.server.monitoring.request_log import LoggedRequest, RequestLogMiddleware
 
 from ..logs import say
 from .acceptor import Acceptor
@@ -45,7 +45,7 @@ COUNT_S = 1.0
 @dataclass(frozen=True)
 class Http:
     """The listening socket, the model that is served, and the web pages that may use it. tls: None for HTTP. root_path:
-    below which requests are answered as well."""
+    below which requests are answered as well. on_end: is called with each request that has ended."""
 
     listener: socket.socket
     tokenizer: Tokenizer
@@ -54,6 +54,7 @@ class Http:
     max_queued: int = MAX_QUEUED
     tls: ssl.SSLContext | None = None
     root_path: str = ""
+    on_end: Callable[[LoggedRequest], None] | None = None
 
 
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
@@ -78,7 +79,7 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
     stop_requested = asyncio.Event()
     server = _HttpServer(
         uvicorn.Config(
-            RequestLogMiddleware(RootPathMiddleware(AccessMiddleware(app, http.access), http.root_path)),
+            RequestLogMiddleware(RootPathMiddleware(AccessMiddleware(app, http.access), http.root_path), http.on_end),
             log_config=None,
             access_log=False,
             lifespan="off",

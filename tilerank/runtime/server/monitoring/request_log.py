@@ -58,6 +58,12 @@ class LoggedRequest:
             return "cancelled"
         return "done" if self.status < 400 else "refused" if self.status < 500 else "failed"
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether it only reads: monitors repeat such requests for ever, and also while no engine is ready."""
+        reads = self.method in _READING and (self.status < 400 or self.status == 503)
+        return reads and not self.answers
+
     def as_json(self) -> dict[str, Any]:
         """Return the request as a JSON object, with the ids that join it with other logs and with traces."""
         first_s = self.first_s
@@ -120,8 +126,7 @@ def set_route(request: Request, route: str) -> None:
 
 
 def _write(request: LoggedRequest) -> None:
-    """Log a request. Those that only read are logged with --log-level debug: monitors repeat them for ever, and also
-    while no engine is ready."""
+    """Log a request. Those that only read are logged with --log-level debug."""
     values = request.as_json()
     of_request = (request.took_s, request.end, request.id)
     if request.answers:
@@ -130,7 +135,6 @@ def _write(request: LoggedRequest) -> None:
         message, arguments = "%s %s: %d, %s, %.3f s, %s, id %s", (request.method, request.route, request.status, tokens)
         log.info(message, *arguments, *of_request, extra={"request": values, "lines_per_s": LINES_PER_S})
         return
-    repeated = request.method in _READING and (request.status < 400 or request.status == 503)
     # The statement that the log limits lines by: there are few routes and statuses.
     message = f"{request.method} {request.route}: {request.status}, %.3f s, %s, id %s"
-    log.log(logging.DEBUG if repeated else logging.INFO, message, *of_request, extra={"request": values})
+    log.log(logging.DEBUG if request.is_repeated else logging.INFO, message, *of_request, extra={"request": values})
