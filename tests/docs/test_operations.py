@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import yaml
 from command import run
+from kubernetes_validate import ValidationError, validate
 
 from tests.runtime.test_metrics import RANKS, STATE, client_that_heard
 from tilerank.launch.health import Listening, listening
@@ -22,6 +23,7 @@ from tilerank.runtime.server.http.media_budget import MAX_DECODED, MAX_ENCODED, 
 from tilerank.runtime.server.monitoring.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
+KUBERNETES = "1.33"
 PAGES = ("operations", "media", "monitoring", "failures")
 TEXT = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
 
@@ -49,13 +51,14 @@ def test_the_unit(tmp_path: Path) -> None:
     assert (done.returncode, [line for line in done.stderr.splitlines() if "tilerank.service" in line]) == (0, [])
 
 
-def documents() -> list[Any]:
-    return [document for block in blocks("yaml") for document in yaml.safe_load_all(block)]
+def manifests(name: str) -> list[Any]:
+    """Return the objects of a manifest for Kubernetes."""
+    return list(yaml.safe_load_all((ROOT / "docs" / "kubernetes" / f"{name}.yaml").read_text()))
 
 
 def test_the_manifest_asks_for_no_privileges() -> None:
-    deployment, service, prometheus = documents()
-    assert (deployment["kind"], service["kind"], "rule_files" in prometheus) == ("Deployment", "Service", True)
+    deployment, service = manifests("one-host")
+    assert (deployment["kind"], service["kind"]) == ("Deployment", "Service")
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -72,8 +75,8 @@ def test_the_manifest_asks_for_no_privileges() -> None:
 
 def test_the_manifest_of_several_hosts() -> None:
     """Its pods are those of one host, but for the command and what only the leader has."""
-    deployment = documents()[0]["spec"]["template"]["spec"]
-    group, service = yaml.safe_load_all((ROOT / "docs" / "kubernetes" / "several-hosts.yaml").read_text())
+    deployment = manifests("one-host")[0]["spec"]["template"]["spec"]
+    group, service = manifests("several-hosts")
     template = group["spec"]["leaderWorkerTemplate"]
     assert template.keys() == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"} and template["size"] == 2
     leader, worker = (template[f"{name}Template"]["spec"] for name in ("leader", "worker"))
@@ -88,6 +91,19 @@ def test_the_manifest_of_several_hosts() -> None:
     assert leader == deployment | {"containers": [both | own | only_leader]}
     known = set(re.findall(r"--[a-z-]+", run("serve", "--help").out))
     assert {option.partition("=")[0] for option in command[3:]} <= known
+
+
+def test_the_schemas_of_kubernetes_accept_the_manifests() -> None:
+    """LeaderWorkerSet is no part of Kubernetes, but its pods are."""
+    deployment, service = manifests("one-host")
+    group, shared = manifests("several-hosts")
+    pods = [group["spec"]["leaderWorkerTemplate"][f"{name}Template"]["spec"] for name in ("leader", "worker")]
+    wrapped = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "it"}, "spec": spec} for spec in pods]
+    for manifest in (deployment, service, shared, *wrapped):
+        validate(manifest, KUBERNETES, strict=True)
+    pods[0]["containers"][0]["resource"] = {}
+    with pytest.raises(ValidationError, match="resource"):
+        validate(wrapped[0], KUBERNETES, strict=True)
 
 
 def test_the_compose_file_starts_the_image() -> None:
