@@ -25,21 +25,16 @@ from ..rank.counters import RankCounters
 from ..rank.worker import Worker
 from ..step.cache import num_pages
 from . import sampling
-from .cache_kind import CacheKind
-from .encodings import EncoderCache
+from .cache_kinds import cache_kinds
 from .grammar_masks import GrammarMasks, collect_masks
 from .logits_rules import LogitsRules, TextRules
 from .media_encoding import MediaEncoding
-from .pages import PagePool
 from .pooler import Pooler
 from .prompt_checks import check_media, check_prompt, check_task
 from .sampling import SampledToken, SamplingParams
 from .scheduler import SCORE_ROWS, Scheduler
 from .sequence import Scheduled, Sequence, next_chunk, rows_of
-from .sources import SourcePool
 from .speech_scheduler import SpeechScheduler
-from .states import StatePool
-from .window_pages import WindowPages
 
 
 @dataclass(frozen=True)
@@ -383,18 +378,6 @@ class Engine:
         step.kept.extend(self.speaking.kept(scheduled))
         self.worker.announce(step)
         return self.worker.run(step)
-
-
-def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]]:
-    """Return the kinds of cache of a model, in the order in which they are asked at admission: states, pages of windows
-    and sources before the pages, which depend on the first two, and these before the encodings of what they do not
-    hold."""
-    beside: list[CacheKind[Sequence]] = [StatePool(worker.states)] if worker.states else []
-    beside += [WindowPages(worker.window_pages, worker.window)] if worker.window else []
-    # The worker keeps the keys and values of cross-attention in the other half.
-    encodings = EncoderCache(mm_cache_bytes // 2 if worker.source_pages else mm_cache_bytes)
-    sources = [SourcePool(worker.source_pages, encodings)] if worker.source_pages else []
-    return [*beside, *sources, PagePool(worker.pages, beside), encodings]
 
 
 def _start(sequence: Sequence) -> Start | None:

@@ -1,0 +1,22 @@
+"""The kinds of cache that a model has."""
+
+from ..rank.worker import Worker
+from .cache_kind import CacheKind
+from .encodings import EncoderCache
+from .pages import PagePool
+from .sequence import Sequence
+from .sources import SourcePool
+from .states import StatePool
+from .window_pages import WindowPages
+
+
+def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]]:
+    """Return the kinds of cache of a model, in the order in which they are asked at admission: states, pages of windows
+    and sources before the pages, which depend on the first two, and these before the encodings of what they do not
+    hold."""
+    beside: list[CacheKind[Sequence]] = [StatePool(worker.states)] if worker.states else []
+    beside += [WindowPages(worker.window_pages, worker.window)] if worker.window else []
+    # The worker keeps the keys and values of cross-attention in the other half.
+    encodings = EncoderCache(mm_cache_bytes // 2 if worker.source_pages else mm_cache_bytes)
+    sources = [SourcePool(worker.source_pages, encodings)] if worker.source_pages else []
+    return [*beside, *sources, PagePool(worker.pages, beside), encodings]
