@@ -87,3 +87,11 @@ def greedy(text: str, count: int) -> str:
     ids = torch.tensor([tokenizer().encode(text)])
     out = _model().generate(ids, max_new_tokens=count, do_sample=False)
     return str(tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def layer_outputs(ids: list[int]) -> Any:
+    """Return transformers' hidden states in fp32: [tokens, hidden] of the embeddings and of each layer."""
+    import torch
+
+    with torch.inference_mode():
+        return [one[0] for one in _model()(torch.tensor([ids]), output_hidden_states=True).hidden_states]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import DEMO, ENDLESS, NEWEST_ISA, Result, Run, await_true, demo_without_tokenizer, endless_copy
-from serving import greedy, log_likelihoods, tokenizer
+from serving import greedy, layer_outputs, log_likelihoods, tokenizer
 from tiny import make_checkpoint, make_tokenizer
 
 from tests.launch.test_foreign import MPICH, TORCHRUN
@@ -21,6 +21,7 @@ from tilerank.launch.errors import LaunchError
 from tilerank.launch.llm.llm import TEXTS as TEXTS_OF_A_REQUEST
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.lead.scheduler import SCORE_ROWS
 from tilerank.runtime.protocol.errors import EngineError, RequestError
 
 TEXTS = ["Once upon a time", "In the beginning God", "The king of"]
@@ -75,6 +76,21 @@ def test_chats(llm: LLM) -> None:
     assert one.outputs[0].token_ids == alone.outputs[0].token_ids == continued.outputs[0].token_ids
     (chosen,) = llm.chat(messages, SamplingParams(max_tokens=None, structured_outputs={"choice": ["seven"]}))
     assert chosen.outputs[0].text == "seven" and chosen.outputs[0].finish_reason == "stop"
+
+
+def test_hidden_states_of_layers(llm: LLM) -> None:
+    """One of the prompts takes several steps, beside the others."""
+    long = " ".join(TEXTS * 30)
+    ids = [tokenizer().encode(text) for text in (*TEXTS, long)]
+    assert len(ids[-1]) > 2 * SCORE_ROWS
+    found = llm.hidden_states([*TEXTS, long], layers=[0, 1, 4, -1])
+    assert [one.prompt_token_ids for one in found] == ids
+    for one, right in zip(found, map(layer_outputs, ids), strict=True):
+        assert list(one.hidden_states) == [0, 1, 4, -1]
+        for layer, values in one.hidden_states.items():
+            torch.testing.assert_close(torch.from_numpy(values), right[layer], atol=1e-3, rtol=1e-3)
+    with pytest.raises(RequestError, match="layers: expected numbers from -7 to 6, found 7"):
+        llm.hidden_states(TEXTS, layers=[7])
 
 
 def test_one_bad_request_is_named_and_the_model_goes_on(llm: LLM) -> None:

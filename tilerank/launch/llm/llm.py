@@ -14,9 +14,10 @@ import numpy as np
 import pydantic
 
 from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.params import SamplingParams as EngineParams
 from tilerank.runtime.server.apis.completions.body import Completion
 from tilerank.runtime.server.apis.service import Service
-from tilerank.runtime.server.chat.generation import Generation
+from tilerank.runtime.server.chat.generation import Generation, api_errors
 from tilerank.runtime.server.chat.request import ChatCompletion, Sampling
 from tilerank.runtime.server.http.body import validation_error
 
@@ -29,10 +30,12 @@ from ..options.arguments import as_arguments
 from .outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    HiddenStatesOutput,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
     collect,
+    collect_hidden_states,
 )
 from .sampling_params import SamplingParams
 
@@ -146,6 +149,27 @@ class LLM:
         bodies = [{"text_1": first[part], "text_2": second[part], **fields} for part in parts]
         found = self._posted("/v1/score", bodies, len(first), use_tqdm)
         return [ScoringRequestOutput(ScoringOutput(one["score"])) for one in found]
+
+    def hidden_states(
+        self, prompts: Prompt | Sequence[Prompt], layers: Sequence[int] = (-1,), *, use_tqdm: bool = True
+    ) -> list[HiddenStatesOutput]:
+        """Return the hidden states of the tokens of each prompt after some layers, numbered as `hidden_states` of
+        transformers: 0 has the embeddings, and the last one, which is -1 as well, the states after the last norm."""
+        given = _several(prompts)
+        params = EngineParams(max_new_tokens=0, hidden_layers=tuple(layers))
+        service: Service = self._engine.app.state.service
+        found: dict[int, HiddenStatesOutput] = {}
+
+        async def read(i: int) -> None:
+            body = _checked(Completion, {"prompt": _prompt(given[i])})
+            (prompt,) = await service.prompts.from_texts(body.prompt)
+            with api_errors():
+                found[i] = await collect_hidden_states(self._engine.client.generate(prompt, params), prompt, layers)
+            progress.add(len(prompt.token_ids))
+
+        with Progress(len(given), "prompts", shown=use_tqdm) as progress:
+            self._engine.run(range(len(given)), read, progress.show)
+        return [found[i] for i in range(len(given))]
 
     def _answers(
         self,

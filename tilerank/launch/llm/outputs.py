@@ -1,14 +1,21 @@
 """What `LLM` returns, under the names that vLLM gives these values."""
 
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.events import HiddenEvent
 from tilerank.runtime.protocol.params import Logprobs
+from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter
 from tilerank.runtime.server.chat.deltas import Delta, Opening
 from tilerank.runtime.server.chat.generation import Generation
+from tilerank.runtime.server.link.client import Progress
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,14 @@ class ScoringRequestOutput:
     outputs: ScoringOutput
 
 
+@dataclass(frozen=True)
+class HiddenStatesOutput:
+    """The hidden states of a prompt [tokens, hidden] by layer, numbered as they were asked for."""
+
+    prompt_token_ids: list[int]
+    hidden_states: dict[int, npt.NDArray[np.float32]]
+
+
 class AnswerCollector:
     """Puts one answer together from its deltas. top: alternatives of each token; None for no log-probabilities."""
 
@@ -150,3 +165,18 @@ async def collect(generation: Generation, prompt: str | None) -> RequestOutput:
         scores,
         None if opening.start is None else opening.start.cached_tokens,
     )
+
+
+async def collect_hidden_states(
+    stream: AsyncGenerator[Progress], prompt: Prompt, layers: Sequence[int]
+) -> HiddenStatesOutput:
+    """Return the hidden states that the engine reports for a prompt. layers: as they were asked for."""
+    ids = list(prompt.token_ids)
+    states: dict[int, npt.NDArray[np.float32]] = {}
+    async with aclosing(stream) as events:
+        async for event in events:
+            if isinstance(event, HiddenEvent):
+                values = np.frombuffer(event.values, "<f4").reshape(event.count, -1)
+                whole = states.setdefault(layers[event.index], np.empty((len(ids), values.shape[1]), np.float32))
+                whole[event.start : event.start + event.count] = values
+    return HiddenStatesOutput(ids, states)

@@ -27,10 +27,11 @@ from ..step.cache import num_pages
 from . import sampling
 from .cache_kinds import cache_kinds
 from .grammar_masks import GrammarMasks, collect_masks
+from .hidden_states import asked_layers, hidden_states
 from .logits_rules import LogitsRules, TextRules
 from .media_encoding import MediaEncoding
 from .pooler import Pooler
-from .prompt_checks import check_media, check_prompt, check_task
+from .prompt_checks import check_layers, check_media, check_prompt, check_task
 from .sampling import SampledToken, SamplingParams
 from .scheduler import SCORE_ROWS, Scheduler
 from .sequence import Scheduled, Sequence, next_chunk, rows_of
@@ -147,6 +148,8 @@ class Engine:
         )
         if self._pooler is not None:
             return ended + self._pool(self._pooler, scheduled, logits)
+        for sequence, event in hidden_states(scheduled, self.worker.hidden_states, self.worker.layers):
+            ended.append(event or self._fail(sequence))
         if any(sequence.params.prompt_logprobs is not None for sequence, _ in scheduled):
             ended += self._score_prompts(scheduled, logits)
         return ended + self._sample(scheduled, logits)
@@ -221,6 +224,7 @@ class Engine:
         limit = self.card.context_length
         try:
             check_task(params, self.card.pooling)
+            check_layers(params, worker.layers)
             check_prompt(prompt, worker.input_ids, limit, worker.position_axes, worker.source_axes)
             nbytes = check_media(prompt, worker.encoder, worker.dtype.itemsize, crossing=worker.source_pages > 0)
             talker = None if params.speech is None else self.speaking.prompt(prompt, params, params.speech)
@@ -244,7 +248,7 @@ class Engine:
             rules_of_text,
             nbytes,
             talker,
-            all_logits or (self._pooler is not None and self._pooler.pooling.reads_all),
+            all_logits or bool(params.hidden_layers) or (self._pooler is not None and self._pooler.pooling.reads_all),
             self._whole_tokens,
             worker.whole_texts,
         )
@@ -376,6 +380,7 @@ class Engine:
         for kind in self.scheduler.kinds:
             kind.announce(step, scheduled)
         step.kept.extend(self.speaking.kept(scheduled))
+        step.hidden_layers.extend(asked_layers(scheduled, self.worker.layers))
         self.worker.announce(step)
         return self.worker.run(step)
 

@@ -17,6 +17,13 @@ def check_task(params: SamplingParams, pooling: Pooling | None) -> None:
     raise RequestError(f"the model {DOES[pooling.task]}, and generates none")
 
 
+def check_layers(params: SamplingParams, layers: int) -> None:
+    """Raise RequestError for layers that a decoder of so many does not have."""
+    for layer in params.hidden_layers:
+        if not -layers - 1 <= layer <= layers:
+            raise RequestError(f"layers: expected numbers from {-layers - 1} to {layers}, found {layer}")
+
+
 def check_prompt(prompt: Prompt, vocab: int, context_length: int, axes: int, source_axes: int) -> None:
     """Check token ids and positions. axes, source_axes: of the positions of tokens and of source tokens; 0 if these
     have none. Raises RequestError."""

@@ -104,7 +104,7 @@ class Scheduler(BaseScheduler[Sequence]):
 
     def _schedule_prompt(self, sequence: Sequence, rows: int, scheduled: Scheduled) -> int:
         """Schedule up to `rows` tokens of a prompt and return how many."""
-        if sequence.scoring:
+        if sequence.scoring or sequence.params.hidden_layers:
             most = max(SCORE_ROWS, sequence.whole_tokens)
             rows = min(rows, most - sum(chunk.logits for _, chunk in scheduled if chunk.logits > 1))
         rows = self.computable(sequence, rows)

@@ -242,18 +242,21 @@ class DecoderLayers(Layer):
         The last layer computes rows without logits only as far as their cache. Layers after the last one that stores
         something do not compute them.
         """
-        inserts, kept = batch.inserts, batch.kept
+        inserts, kept, asked = batch.inserts, batch.kept, batch.hidden
         inputs = None if self.inputs is None else self.inputs(x, batch)
         stream = Stream(x, self._ranks)
         ropes = self._rope_rows(batch.positions)
         used = [i for i, layer in enumerate(self.layers) if not layer.mixer.is_idle(batch)]
+        if asked is not None:
+            asked.set(asked.among(range(used[0] + 1)), stream.rows(), is_cut=False)
         x = stream.normed(self.layers[used[0]].mixer_norm)
         next_norms = [self.layers[i].mixer_norm for i in used[1:]] + [self.norm]
-        last = len(self.layers) - 1
-        for i, next_norm in zip(used, next_norms, strict=True):
+        last, has_all_rows = len(self.layers) - 1, True
+        for i, next_norm, following in zip(used, next_norms, [*used[1:], len(self.layers)], strict=True):
             layer, cache = self.layers[i], caches[i]
             if i == self._stored and (only := batch.logit_rows) is not None:
                 stream.keep(only)
+                has_all_rows = False
                 x, batch = only.take(x), batch.last_rows()
                 ropes = [split_heads(only.take(join_heads(rows)), 0, *rows.shape[1:]) for rows in ropes]
                 inputs = None if inputs is None else only.take(inputs)
@@ -270,7 +273,9 @@ class DecoderLayers(Layer):
             keeps = kept is not None and i + 1 == kept.layer
             inserted = inserts.deep[i] if inserts is not None and i < len(inserts.deep) else None
             is_cut = batch.logit_rows is not None and i + 1 == min(last, self._stored)
-            is_read = keeps or inserted is not None or is_cut
+            # Layers that are left out end with what the last one before them has.
+            after = [] if asked is None else asked.among(range(i + 1, min(following, last) + 1))
+            is_read = keeps or inserted is not None or is_cut or bool(after)
             scale, summed, post_norm = layer.scale, mlp.reads_residual, layer.mlp_post_norm
             if layer.input is not None:
                 stream.add(x, next_norm, post_norm=post_norm, update_all=True, summed=summed)
@@ -279,9 +284,13 @@ class DecoderLayers(Layer):
             x = stream.add(x, next_norm, post_norm=post_norm, scale=scale, update_all=is_read, summed=summed)
             if kept is not None and keeps:
                 kept.hidden = ops.take_rows(stream.rows(), kept.rows)
+            if asked is not None and after:
+                asked.set(after, stream.rows(), is_cut=not has_all_rows)
             if inserted is not None:
                 stream.insert(*inserted)
                 x = stream.normed(next_norm)
+        if asked is not None:
+            asked.set(asked.among(range(last + 1, last + 2)), x, is_cut=True)
         return x
 
 

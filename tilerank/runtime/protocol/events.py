@@ -67,7 +67,21 @@ class PooledEvent(msgspec.Struct, frozen=True, array_like=True, tag=5):
     start: Start | None = None
 
 
-Event = TokenEvent | ScoredEvent | SoundEvent | EndedEvent | FailedEvent | PooledEvent
+class HiddenEvent(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Hidden states of tokens `start` to `start + count` of the prompt of request number `request`.
+
+    index: of the layer in the request's `hidden_layers`. values: float32 [count, hidden], little-endian. A prompt that
+    is computed again, for lack of memory, reports its states again.
+    """
+
+    request: int
+    index: int
+    start: int
+    count: int
+    values: bytes
+
+
+Event = TokenEvent | ScoredEvent | SoundEvent | EndedEvent | FailedEvent | PooledEvent | HiddenEvent
 
 
 def is_last(event: Event, speaks: bool) -> bool:
@@ -77,4 +91,6 @@ def is_last(event: Event, speaks: bool) -> bool:
             return event.finish_reason is not None and not speaks
         case SoundEvent():
             return event.last
+        case HiddenEvent():
+            return False
     return True

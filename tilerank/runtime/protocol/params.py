@@ -62,6 +62,8 @@ class SamplingParams:
     prompt_logprobs: number of alternatives to report for each token of the prompt; None if it is not scored.
     speech: how the text is spoken; None for text alone.
     pooling: None for a model that generates text; for others, no token is generated.
+    hidden_layers: the hidden states of the prompt after these layers are reported. 0 stands for the embeddings, and the
+        last layer for the states after the last norm; negative numbers count from there.
     """
 
     max_new_tokens: int = 128
@@ -85,6 +87,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     speech: SpeechParams | None = None
     pooling: PoolingParams | None = None
+    hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, (least, most, expected) in _RANGES.items():

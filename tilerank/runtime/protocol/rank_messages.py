@@ -60,6 +60,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     state_slots: of the sequence of each chunk, for models with states.
     sources: of chunks whose rows see something of a source, unless the ranks know it.
     kept: sequences of whose media the talker reads hidden states.
+    hidden_layers: after which hidden states of the rows with logits are asked for (step/hidden_rows.py).
     window_pages: (sequence, index, pages), new pages of layers with a window. They continue the page table that a
     sequence has for these layers, from this index on; entries that are left out are never read.
     """
@@ -72,6 +73,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sources: list[ChunkSource] = []
     kept: list[int] = []
     window_pages: list[tuple[int, int, list[int]]] = []
+    hidden_layers: list[int] = []
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -5,6 +5,7 @@ A step is one forward pass over chunks of several sequences. All ranks run the s
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +130,8 @@ class Worker:
         self._graphs = None if config.eager else self._step_graphs()
         self._counter = StepCounter(step_bytes)
         self._held: dict[int, RankSequence] = {}
+        self.hidden_states: Mapping[int, Tensor] = {}
+        """Those of the last step (HiddenRows.states), valid as long as its logits."""
         self._encodings = RankEncodings(self._model.encoder)
         self.speech: SpeechRank | None = None
         """Computes speech; None if the model does not speak."""
@@ -174,6 +177,11 @@ class Worker:
     def whole_texts(self) -> bool:
         """Whether all tokens of a text attend to each other, so that one step computes them, at most PREFILL_CHUNK."""
         return self._model.whole_texts
+
+    @property
+    def layers(self) -> int:
+        """The number of layers of the decoder."""
+        return len(self._model.cache_specs())
 
     @property
     def head_module(self) -> str:
@@ -332,6 +340,7 @@ class Worker:
             logits = model.forward(batch, caches)
         else:
             logits = self._graphs.run_once(lambda: model.forward(batch, caches))
+        self.hidden_states = batch.hidden.states if batch.hidden else {}
         if batch.kept is not None:
             assert self.speech is not None and batch.kept.hidden is not None
             self.speech.keep(step, batch.kept.hidden)

@@ -15,6 +15,7 @@ from tilerank.kernels import ops
 
 from ..protocol.rank_messages import Chunk, Step
 from . import media_rows
+from .hidden_rows import HiddenRows, hidden_rows
 from .latent_forms import ContextPart, Expands, LatentForms, Runs, latent_forms
 from .media_rows import Inserts, Kept, int64
 from .page_tables import PageTables
@@ -85,6 +86,7 @@ class Batch:
     source: None if no row sees anything by cross-attention; recorded decode steps of models with cross-attention always
         have it.
     kept: None in recorded decode steps.
+    hidden: None unless a request asks for hidden states.
     windows: None for models without layers with a window.
     visible: up to where rows attend. None if all attend to themselves and those before them, as in texts of models that
         generate text.
@@ -102,6 +104,7 @@ class Batch:
     latent_forms: LatentForms | None = None
     source: SourceRuns | None = None
     kept: Kept | None = None
+    hidden: HiddenRows | None = None
     windows: WindowTables | None = None
     visible: VisibleEnds | None = None
 
@@ -219,10 +222,14 @@ class BatchFiller:
 
     def is_decode(self, step: Step) -> bool:
         """Return whether a recorded step can compute this one: every sequence has one token and one row of logits, and
-        neither encoded media nor positions of its own."""
-        return len(step.chunks) <= self._limits.sequences and all(
-            len(chunk.token_ids) == 1 and chunk.logits == 1 and not chunk.placeholder_ranges and not chunk.positions
-            for chunk in step.chunks
+        neither encoded media nor positions of its own, and none asks for hidden states."""
+        return (
+            len(step.chunks) <= self._limits.sequences
+            and not step.hidden_layers
+            and all(
+                len(chunk.token_ids) == 1 and chunk.logits == 1 and not chunk.placeholder_ranges and not chunk.positions
+                for chunk in step.chunks
+            )
         )
 
     def fresh(self, step: Step, held: Mapping[int, RankSequence], encodings: Mapping[int, Tensor]) -> Batch:
@@ -254,6 +261,7 @@ class BatchFiller:
             else None,
             source=self._sources.fresh(step, _sources(step, held)) if self._sources else None,
             kept=media_rows.kept(step, rows.starts, content.kept_layer),
+            hidden=hidden_rows(step.hidden_layers, logit_rows),
             windows=WindowTables(*self._window_pages.fresh(step, window_tables)) if self._window_pages else None,
             visible=visible,
         )

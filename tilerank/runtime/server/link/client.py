@@ -11,7 +11,17 @@ from operator import add
 import msgspec
 
 from ...protocol.engine_state import EngineState
-from ...protocol.events import EndedEvent, Event, FailedEvent, PooledEvent, ScoredEvent, SoundEvent, TokenEvent, is_last
+from ...protocol.events import (
+    EndedEvent,
+    Event,
+    FailedEvent,
+    HiddenEvent,
+    PooledEvent,
+    ScoredEvent,
+    SoundEvent,
+    TokenEvent,
+    is_last,
+)
 from ...protocol.framing import encode
 from ...protocol.params import SamplingParams
 from ...protocol.prompt import Prompt
@@ -41,9 +51,9 @@ class RefusedError(Exception):
     """The engine cannot run the request. The message says why."""
 
 
-Progress = ScoredEvent | TokenEvent | SoundEvent | PooledEvent
-"""An event of a choice: the scores of its prompt, if requested, then its tokens, and sound if it speaks; or the vector
-or score that its prompt becomes."""
+Progress = ScoredEvent | TokenEvent | SoundEvent | PooledEvent | HiddenEvent
+"""An event of a choice: the hidden states and the scores of its prompt, if requested, then its tokens, and sound if it
+speaks; or the vector or score that its prompt becomes."""
 _Item = Event | EngineGoneError
 
 
