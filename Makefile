@@ -104,10 +104,13 @@ site: environment
 	cp --recursive --parents *.md LICENSE docs assets/*.png benchmarks/README.md compose.yaml build/pages
 	$(BIN)/mkdocs build --strict
 
-# wheel: a wheel in dist/ for other machines, named after the oldest glibc that it needs
+# wheel: a wheel in dist/ for other machines, named after the oldest glibc that it needs; PYTHONS="python3.12 python3.13" for those
+PYTHONS ?= $(BIN)/python
 wheel: environment
 	rm -rf dist
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/built .
+	for python in $(PYTHONS); do \
+	    $(BIN)/pip --python "$$python" wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/built . || exit; \
+	done
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
 
 # format: rewrite the sources as `make lint` expects them
