@@ -19,7 +19,6 @@ from tilerank.kernels import core, ops
 from tilerank.kernels.attention import store_kv
 from tilerank.kernels.heads import part_of_heads
 from tilerank.kernels.kv_pages import KVPages
-from tilerank.kernels.pictures import patches
 from tilerank.kernels.weight_formats import Float
 from tilerank.loader.fields import Fields
 from tilerank.parallel.linear import Linear
@@ -45,7 +44,7 @@ from .tower import (
     cut_rows,
     pieces,
 )
-from .vision import angle_table, patch_places
+from .vision import angle_table, cut_patches, patch_places
 
 _MAX_LAYERS, _MAX_PLACES = 1 << 10, 1 << 16
 _PIXEL = 1000.0
@@ -219,7 +218,8 @@ class Gemma4Tower(Encoder):
         whole_media: bool,
     ) -> None:
         """name, projector: of both in the checkpoint."""
-        self.config, self._settings, self._dtype, self._ranks = c, settings, sharding.dtype, sharding.size
+        self.config, self._dtype, self._ranks = c, sharding.dtype, sharding.size
+        self._preprocessing = None if settings is None else settings.preprocessing
         self.whole_tokens = settings.most if settings is not None and whole_media else 0
         values = 3 * c.patch**2
         self.embedding = Linear(c.hidden, values, Float(sharding.dtype), None)
@@ -284,7 +284,8 @@ class Gemma4Tower(Encoder):
             yield cost
             row, column = patch_places(band, columns, c.pooled)
             places = ops.add(ops.take_rows(by_column, column), ops.take_rows(by_row, row))
-            embedded = self.embedding.project(self._patches(frames, grid, band))
+            values = cut_patches(frames, grid, band, self._preprocessing, self._dtype)
+            embedded = self.embedding.project(values)
             x[band.start * columns : band.stop * columns] = ops.add(embedded, places)
 
     def _project(self, x: Tensor) -> Tensor:
@@ -296,20 +297,3 @@ class Gemma4Tower(Encoder):
             bias, scale = self.standard
             tokens = (tokens - bias.data) * scale.data
         return self.projection.project(self.token_norm(tokens.to(self._dtype)))
-
-    def _patches(self, frames: Tensor, grid: Grid, band: slice) -> Tensor:
-        if (s := self._settings) is None:
-            raise EngineError("encoding: expected a preprocessor_config.json in the model directory, found none")
-        p = s.preprocessing
-        return patches(
-            frames,
-            grid,
-            mean=p.mean,
-            std=p.std,
-            resample=p.resample,
-            dtype=self._dtype,
-            patch=p.patch,
-            merge=p.merge,
-            temporal=1,
-            band=band,
-        )

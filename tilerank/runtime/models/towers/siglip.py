@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import core, ops
-from tilerank.kernels.pictures import patches
 from tilerank.kernels.weight_formats import Float
 from tilerank.loader.fields import Fields
 from tilerank.parallel.linear import Linear
@@ -21,11 +20,10 @@ from tilerank.parallel.parameters import FusedPlace, Layer, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
 from ...media.gemma3 import Gemma3Settings, patches_of_token
-from ...protocol.errors import EngineError
 from ...step.model import Encoder
 from ..text_config import MAX_WIDTH, read_heads
 from .tower import ROW_UNIT, BlockNames, BlockShape, Grid, PackedLayout, TowerBlock, cut_rows, pieces
-from .vision import patch_places
+from .vision import cut_patches, patch_places
 
 _MAX_LAYERS = 1 << 10
 _PIXEL = 1000.0
@@ -94,7 +92,8 @@ class SiglipTower(Encoder):
         self, name: str, projector: str, c: SiglipConfig, settings: Gemma3Settings | None, sharding: Sharding
     ) -> None:
         """name, projector: of both in the checkpoint."""
-        self.config, self._settings, self._dtype, self._ranks = c, settings, sharding.dtype, sharding.size
+        self.config, self._dtype, self._ranks = c, sharding.dtype, sharding.size
+        self._preprocessing = None if settings is None else settings.preprocessing
         self.whole_tokens = c.tokens
         shape = (c.hidden, 3, c.patch, c.patch)
         self.embedding = Linear(c.hidden, 3 * c.patch**2, Float(sharding.dtype), sharding.dtype)
@@ -153,7 +152,8 @@ class SiglipTower(Encoder):
         for band, cost in cut_rows(c.side, row_cost, limit, c.pooled):
             yield cost
             row, column = patch_places(band, c.side, c.pooled)
-            embedded = self.embedding.project(self._patches(frames, band))
+            values = cut_patches(frames, (1, c.side, c.side), band, self._preprocessing, self._dtype)
+            embedded = self.embedding.project(values)
             places = ops.take_rows(self.positions.data, row * c.side + column)
             x[band.start * c.side : band.stop * c.side] = ops.add(embedded, places)
 
@@ -163,20 +163,3 @@ class SiglipTower(Encoder):
         means = ops.sum_parts(self.norm(x.reshape(n * count, hidden)).view(n, count, hidden).transpose(0, 1))
         ops.scale_(means, 1 / count)
         return self.projection.project(self.token_norm(means))
-
-    def _patches(self, frames: Tensor, band: slice) -> Tensor:
-        if (s := self._settings) is None:
-            raise EngineError("encoding: expected a preprocessor_config.json in the model directory, found none")
-        p = s.preprocessing
-        return patches(
-            frames,
-            (1, s.side, s.side),
-            mean=p.mean,
-            std=p.std,
-            resample=p.resample,
-            dtype=self._dtype,
-            patch=p.patch,
-            merge=p.merge,
-            temporal=1,
-            band=band,
-        )

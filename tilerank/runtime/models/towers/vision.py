@@ -161,29 +161,14 @@ class VisionTransformer(Layer):
             own = frames[frame * c.temporal_patch_size : (frame + 1) * c.temporal_patch_size]
             for band, cost in cut_rows(rows, row_cost, limit, c.merge_size):
                 yield cost
-                embedded = self.embedding(self._patches(own, (1, rows, columns), band))
+                values = cut_patches(own, (1, rows, columns), band, self._preprocessing, self._dtype)
+                embedded = self.embedding(values)
                 row, column = patch_places(band, columns, c.merge_size)
                 indices, weights = bilinear_taps(row, column, rows, columns, c.position_side)
                 first = (frame * rows + band.start) * columns
                 taken = slice(first, first + len(row))
                 x[taken] = ops.add(embedded, interpolate_rows(self.positions.data, indices, weights))
                 angles[taken] = torch.cat([table[row], table[column]], 2)
-
-    def _patches(self, frames: Tensor, grid: Grid, band: slice) -> Tensor:
-        if (p := self._preprocessing) is None:
-            raise EngineError("encoding: expected a preprocessor_config.json in the model directory, found none")
-        return patches(
-            frames,
-            grid,
-            mean=p.mean,
-            std=p.std,
-            resample=p.resample,
-            dtype=self._dtype,
-            patch=p.patch,
-            merge=p.merge,
-            temporal=p.temporal,
-            band=band,
-        )
 
 
 class VisionTower(Encoder):
@@ -230,6 +215,29 @@ class VisionTower(Encoder):
 
         yield from pieces(self.transformer.tasks(frames, grid, operations, merge), operations)
         yield levels
+
+
+def cut_patches(
+    frames: Tensor, grid: Grid, band: slice, preprocessing: Preprocessing | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the values [n, of a patch] of the patches in the rows `band` of a frame, block by block.
+
+    Raises EngineError without the settings of a model directory.
+    """
+    if (p := preprocessing) is None:
+        raise EngineError("encoding: expected a preprocessor_config.json in the model directory, found none")
+    return patches(
+        frames,
+        grid,
+        mean=p.mean,
+        std=p.std,
+        resample=p.resample,
+        dtype=dtype,
+        patch=p.patch,
+        merge=p.merge,
+        temporal=p.temporal,
+        band=band,
+    )
 
 
 def patch_places(rows: slice, columns: int, merge: int) -> tuple[Tensor, Tensor]:
