@@ -110,13 +110,11 @@ def _text(c: Fields) -> Fields:
 
 
 def _vocabulary(c: Fields, text: Fields) -> int:
-    """Return how many ids are tokens of text: all below that of pictures, if config.json has it at the end (Gemma 3).
-
-    Mistral's is one of the special tokens at the beginning.
-    """
+    """Return how many ids are tokens of text: in Gemma 3 all below that of pictures, which others have among them."""
     rows, key = text.integer("vocab_size", 1, _MAX_VOCABULARY), "image_token_index"
-    pictures = c.integer(key, 1, _MAX_VOCABULARY) if c.has(key) else rows
-    return pictures if rows // 2 < pictures < rows else rows
+    if c.text("model_type") != "gemma3" or not c.has(key):
+        return rows
+    return min(c.integer(key, 1, _MAX_VOCABULARY), rows)
 
 
 def _special_ids(holders: Sequence[Fields], vocab_size: int) -> tuple[tuple[int, ...], int | None]:

@@ -134,3 +134,16 @@ GEMMA4_VISION = Record(
         Start(2, SPLIT, dtypes=FP32, models=("gemma4-6-3",), chunk_rows=(80,)),
     ),
 )
+
+MISTRAL3_VISION = Record(
+    "mistral3_vision",
+    "reference_mistral3",
+    {"mistral3-5-1": tiny("mistral3", 2, (5, 1), head_dim=32, hidden=96, inter=240, vocab=777, layers=2)},
+    new_tokens=8,
+    # Chunks of 11 tokens end within the rows of pictures of 8 and 7 tokens, each followed by a mark.
+    starts=(
+        Start(1, SPLIT),
+        Start(3, SPLIT),
+        Start(2, SPLIT, dtypes=FP32, chunk_rows=(11,)),
+    ),
+)

@@ -1,4 +1,6 @@
 """Families of tiny checkpoints that are short to describe: relatives of Llama and of Qwen (make_tiny.py builds them)."""
+import json, os
+
 from tiny_configs import base_text, dims, moe_keys
 from tiny_weights import split_experts
 
@@ -28,6 +30,16 @@ def mistral3_names(sd):
         out[names[old] + n[len(old):]] = t
     return out
 
+def mistral3_pictures(out):
+    """Pictures of at most 64 pixels a side, with tokens of 2 x 2 patches of 4 pixels."""
+    steps = {f"do_{step}": True for step in ("convert_rgb", "normalize", "rescale", "resize")}
+    files = {"preprocessor_config.json": dict(steps, image_mean=[0.48145466, 0.4578275, 0.40821073], image_std=[0.26862954, 0.26130258, 0.27577711],
+                 image_processor_type="PixtralImageProcessorFast", patch_size=4, processor_class="PixtralProcessor", resample=3,
+                 rescale_factor=1 / 255, size={"longest_edge": 64}),
+             "processor_config.json": dict(image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]", image_token="[IMG]", patch_size=4,
+                 processor_class="PixtralProcessor", spatial_merge_size=2)}
+    for name, values in files.items(): json.dump(values, open(os.path.join(out, name), "w"), indent=2)
+
 def fam_mistral3(a):
     """As Ministral-3, whose queries are scaled from the 16th position on."""
     d = dims(a, hidden=128, heads=8, kv_heads=2, head_dim=32, layers=3, inter=352, vocab=2048)
@@ -35,13 +47,15 @@ def fam_mistral3(a):
             "original_max_position_embeddings": 16, "rope_theta": 10000.0, "rope_type": "yarn", "type": "yarn"}
     text = base_text(d, model_type="ministral3", head_dim=d.head_dim, rms_norm_eps=1e-5, rope_parameters=rope, sliding_window=None)
     text["max_position_embeddings"] = 256
-    vision = dict(attention_dropout=0.0, head_dim=16, hidden_act="silu", hidden_size=32, image_size=56, intermediate_size=48,
-                  model_type="pixtral", num_attention_heads=2, num_channels=3, num_hidden_layers=1, patch_size=14,
+    vision = dict(attention_dropout=0.0, head_dim=24, hidden_act="silu", hidden_size=96, image_size=64, intermediate_size=136,
+                  model_type="pixtral", num_attention_heads=4, num_channels=3, num_hidden_layers=2, patch_size=4,
                   rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
-    c = dict(architectures=["Mistral3ForConditionalGeneration"], dtype="bfloat16", image_token_index=10, model_type="mistral3",
+    c = dict(architectures=["Mistral3ForConditionalGeneration"], dtype="bfloat16", model_type="mistral3",
              multimodal_projector_bias=False, projector_hidden_act="gelu", spatial_merge_size=2, text_config=text,
              tie_word_embeddings=False, transformers_version="5.0.0.dev0", vision_config=vision, vision_feature_layer=-1)
-    return dict(style="qwen", d=d, config=c, ids=ids, cls="Mistral3ForConditionalGeneration", tied=False, rename=mistral3_names)
+    def with_pictures(t): return ids(t) | {"image_token_index": t.token_to_id("[IMG]")}
+    return dict(style="pixtral", d=d, config=c, ids=with_pictures, cls="Mistral3ForConditionalGeneration", tied=False, rename=mistral3_names,
+                proc=mistral3_pictures)
 
 def fam_qwen2_moe(a):
     """As Qwen1.5-MoE: experts one by one, a wider one for all tokens."""

@@ -7,6 +7,7 @@ QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_sta
                 "<|box_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 QWEN_NONSPECIAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 OMNI_EXTRA = ["<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>", "<tts_text_bos_single>", "<|audio_pad|>"]
+PIXTRAL_EXTRA = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 MOSS_EXTRA = ["<|image|>", "<|video|>", "<|time_start|>", "<|time_end|>", "<|silence|>"]
 LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>",
                  "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
@@ -126,10 +127,11 @@ def make_tokenizer(style, vocab, out):
     """Writes tokenizer files whose ids all lie below `vocab` (mllama: the image token is exactly `vocab`)."""
     if style.startswith("gemma"): return make_gemma_tokenizer(vocab, out, style)
     from tokenizers import AddedToken, Tokenizer, processors
-    special = {"qwen": QWEN_SPECIAL, "omni": QWEN_SPECIAL, "moss": QWEN_SPECIAL, "llama": LLAMA_SPECIAL, "mllama": LLAMA_SPECIAL,
+    special = {"qwen": QWEN_SPECIAL, "omni": QWEN_SPECIAL, "moss": QWEN_SPECIAL, "pixtral": QWEN_SPECIAL, "llama": LLAMA_SPECIAL, "mllama": LLAMA_SPECIAL,
                "deepseek": DS_SPECIAL}[style]
-    plain = QWEN_NONSPECIAL if style in ("qwen", "omni", "moss") else []
-    extra = {"omni": OMNI_EXTRA, "moss": MOSS_EXTRA}.get(style, [])
+    of_qwen = style in ("qwen", "omni", "moss", "pixtral")
+    plain = QWEN_NONSPECIAL if of_qwen else []
+    extra = {"omni": OMNI_EXTRA, "moss": MOSS_EXTRA, "pixtral": PIXTRAL_EXTRA}.get(style, [])
     reserve = 12                        # like the public models: the embedding is a little larger than the tokenizer
     nbpe = vocab - len(special) - len(plain) - len(extra) - (0 if style == "mllama" else reserve)
     t = Tokenizer.from_str(train_bpe(nbpe, LLAMA_SPLIT if "llama" in style or style == "deepseek" else QWEN_SPLIT))
@@ -150,7 +152,7 @@ def make_tokenizer(style, vocab, out):
     else:
         t.post_processor = processors.ByteLevel(trim_offsets=False)
     kw = dict(clean_up_tokenization_spaces=False, model_max_length=4096)
-    if style in ("qwen", "omni", "moss"):
+    if of_qwen:
         kw.update(eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left")
         cls = "Qwen2Tokenizer"
     elif style == "deepseek":
@@ -165,7 +167,7 @@ def make_tokenizer(style, vocab, out):
                                       "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>"}
     tk = PreTrainedTokenizerFast(tokenizer_object=t, **kw)
     tk.chat_template = {"deepseek": DS_CHAT, "llama": LLAMA_CHAT, "mllama": LLAMA_CHAT,
-                        "moss": qwen_chat(img="<|image|>", vid="<|video|>")}.get(style) or qwen_chat()
+                        "moss": qwen_chat(img="<|image|>", vid="<|video|>"), "pixtral": qwen_chat(img="[IMG]")}.get(style) or qwen_chat()
     tk.save_pretrained(out)
     # public directories: tokenizer_config.json names the slow-era class; vocab.json / merges.txt sit beside for Qwen
     p = os.path.join(out, "tokenizer_config.json"); tc = json.load(open(p))

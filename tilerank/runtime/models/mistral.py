@@ -1,26 +1,32 @@
 """Mistral (arXiv 2310.06825), Ministral 3, and the language models of Mistral Small 3.1 and its successors.
 
 Llama without biases, with a window in all layers of the oldest models. Ministral 3 scales queries by their position.
-The directories of newer models have a vision tower as well (`mistral3`), which is not loaded: they take text only.
+The directories of newer models have a tower of pictures as well (`mistral3`, pixtral.py).
 """
+
+from dataclasses import replace
 
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
 from tilerank.parallel.sharding import Sharding
 
 from ..media.missing import missing_for
+from ..media.mistral3 import read_mistral3_settings
+from ..media.settings import read_if_listed
 from .attention import SelfAttention, Temperature
 from .decoder import Decoder, DecoderNames
 from .gated_mlp import dense_mlps
 from .text_config import read_text_config, read_window
+from .towers.pixtral import PixtralTower, read_pixtral_config
+from .towers.tower import floats_alone
 
 _BESIDE_VISION = DecoderNames(
     embedding="language_model.model.embed_tokens",
     norm="language_model.model.norm",
     head="language_model.lm_head",
     layer="language_model.model.layers.{}",
-    left_out=("vision_tower.", "multi_modal_projector."),
 )
+_TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
 _USUAL_WINDOW = 4096  # of MistralConfig in transformers
 _MAX_POSITIONS = 1 << 30
 
@@ -36,20 +42,27 @@ def ministral3(card: ModelCard, sharding: Sharding) -> Decoder:
 
 
 def mistral3(card: ModelCard, sharding: Sharding) -> Decoder:
-    """The language model of Mistral3ForConditionalGeneration, which is one of the two above."""
+    """Mistral3ForConditionalGeneration, whose language model is one of the two above."""
     text, key = card.text, "model_type"
-    kind = text.text(key)
+    kind, tower, names = text.text(key), None, _BESIDE_VISION
+    if kind not in ("mistral", "ministral3"):
+        raise text.fail(key, f"mistral or ministral3{missing_for(kind)}")
+    if card.fields.has("vision_config"):
+        settings = read_if_listed(read_mistral3_settings, card.fields.path.parent)
+        config = read_pixtral_config(card.fields, text)
+        tower = PixtralTower(_TOWER, _PROJECTOR, config, settings, floats_alone(sharding))
+    else:
+        names = replace(names, left_out=(f"{_TOWER}.", f"{_PROJECTOR}."))
     if kind == "mistral":
-        return _decoder(card, sharding, _BESIDE_VISION, usual_window=_USUAL_WINDOW)
-    if kind == "ministral3":
-        return _decoder(card, sharding, _BESIDE_VISION, temperature=_read_temperature(text))
-    raise text.fail(key, f"mistral or ministral3{missing_for(kind)}")
+        return _decoder(card, sharding, names, tower, usual_window=_USUAL_WINDOW)
+    return _decoder(card, sharding, names, tower, temperature=_read_temperature(text))
 
 
 def _decoder(
     card: ModelCard,
     sharding: Sharding,
     names: DecoderNames,
+    tower: PixtralTower | None = None,
     *,
     usual_window: int = 0,
     temperature: Temperature | None = None,
@@ -69,7 +82,7 @@ def _decoder(
             temperature=temperature,
         )
 
-    return Decoder(card, c, sharding, names, mixer, dense_mlps(c, sharding))
+    return Decoder(card, c, sharding, names, mixer, dense_mlps(c, sharding), tower)
 
 
 def _read_temperature(c: Fields) -> Temperature | None:

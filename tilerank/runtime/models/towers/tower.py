@@ -199,12 +199,14 @@ class TowerMLP(Layer):
         activation: Activation,
         dimension: str,
         sharding: Sharding,
+        *,
+        bias: bool = True,
     ) -> None:
         """names: of fc1 and fc2. sizes: of the input, the width and the output. dimension: the name of the width in
-        plans."""
+        plans. bias: of both."""
         inputs, width, outputs = sizes
-        self.up = ColumnParallelLinear(names[0], inputs, width, sharding, bias=True, activation=activation)
-        self.down = RowParallelLinear(names[1], width, outputs, sharding, span=self.up.span, bias=True)
+        self.up = ColumnParallelLinear(names[0], inputs, width, sharding, bias=bias, activation=activation)
+        self.down = RowParallelLinear(names[1], width, outputs, sharding, span=self.up.span, bias=bias)
         self._dimension = dimension
 
     def __call__(self, x: Tensor) -> Tensor:
