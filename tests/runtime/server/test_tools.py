@@ -21,6 +21,7 @@ from tilerank.runtime.server.chat.tools.functions import FunctionFormat, GlmForm
 from tilerank.runtime.server.chat.tools.mistral import MistralFormat, MistralIdFormat, MistralListFormat
 from tilerank.runtime.server.chat.tools.named import DeepSeekFormat, KimiFormat
 from tilerank.runtime.server.chat.tools.objects import HermesFormat, LlamaFormat, PhiFormat
+from tilerank.runtime.server.chat.tools.olmo import OlmoFormat
 from tilerank.runtime.server.chat.tools.parser import ToolParser
 
 SCHEMAS: dict[str, Any] = {"weather": {}, "f": {}}
@@ -291,6 +292,9 @@ PARTS += [
     *PhiFormat.MARKS,
     *GlmFormat.MARKS,
     *MinimaxFormat.MARKS,
+    *OlmoFormat.MARKS,
+    "f(a='\\'', b=[1, None])",
+    "f(",
     '<invoke name="f">',
     '<parameter name="a">',
     "</invoke>",
@@ -372,6 +376,7 @@ def test_a_malformed_schema_allows_any_value(properties: Any) -> None:
         ("[TOOL_CALLS] [", "mistral", MistralListFormat),
         ("{{ messages }}", "mistral", None),
         ("{{ messages }}<|tool|>", "phi3", PhiFormat),
+        ("{{ '<function_calls>' }}{{ name }}(", "olmo3", OlmoFormat),
         ("{{ messages }}", "qwen3", HermesFormat),
         ("{{ messages }}", "llama", LlamaFormat),
         ("{{ messages }}", "deepseek_v3", None),

@@ -9,6 +9,7 @@ from .gemma4 import Gemma4Format
 from .mistral import MistralFormat, MistralIdFormat, MistralListFormat
 from .named import DeepSeekFormat, KimiFormat
 from .objects import HermesFormat, LlamaFormat, PhiFormat
+from .olmo import OlmoFormat
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     format.name: format
@@ -25,6 +26,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         MistralFormat(),
         MistralIdFormat(),
         MistralListFormat(),
+        OlmoFormat(),
         PhiFormat(),
     )
 }

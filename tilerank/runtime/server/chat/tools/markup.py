@@ -160,7 +160,7 @@ class MarkupFormat(ToolFormat):
         end = literal(self.AFTER_VALUE)
         types = types_of(schema, root)
         if "string" not in types:
-            return [f"{rule}: {rule}_json {end}", f"{rule}_json: {json_rule(_with_definitions(schema, root))}"]
+            return [f"{rule}: {rule}_json {end}", f"{rule}_json: {json_rule(with_definitions(schema, root))}"]
         if (choices := choices_of(schema, root)) is not None:
             texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in choices)
             return [f"{rule}: ({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {end}"]
@@ -175,7 +175,7 @@ class MarkupFormat(ToolFormat):
         return [f"{rule}: {rule}_text {end}", f"{rule}_text: {text}"]
 
 
-def _with_definitions(schema: Schema, root: Schema) -> Schema:
+def with_definitions(schema: Schema, root: Schema) -> Schema:
     """Return a part of the schema `root` as a schema of its own, with what it refers to.
 
     zod refers to the first place where a schema is written, such as #/properties/from.
