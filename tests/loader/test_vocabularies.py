@@ -244,6 +244,32 @@ def test_tekken_gives_the_ids_of_tiktoken(
     assert ours.end_token_ids() == (2,)
 
 
+@pytest.mark.parametrize("same_tokens", [True, False])
+def test_tekken_corrects_the_split_of_tokenizer_json(
+    ranks: dict[bytes, int], tmp_path: Path, same_tokens: bool
+) -> None:
+    """As in Mistral Small 3.1, whose tokenizer.json keeps up to three digits together. Fine-tuned models may add tokens
+    behind those of tekken.json, or bring another vocabulary, which is left alone."""
+    folder = write_tekken(tmp_path, ranks, None, 100)
+    of_tekken = Tokenizer(folder)
+    described = json.loads(of_tekken.to_json())
+    described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{N}{1,3}|[^\p{N}]+"
+    described["added_tokens"].append({**described["added_tokens"][0], "id": 100 + len(ranks), "content": "<new>"})
+    if not same_tokens:
+        vocabulary = described["model"]["vocab"]
+        a, b = "\u0120the", "\u0120a"
+        vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    ours, theirs = Tokenizer(folder), tokenizers.Tokenizer.from_str(json.dumps(described))
+    given, corrected = texts(200, marks=()), 0
+    for text in given:
+        wanted = of_tekken.encode(text) if same_tokens else theirs.encode(text).ids
+        assert ours.encode(text) == wanted
+        corrected += theirs.encode(text).ids != wanted
+    assert bool(corrected) == same_tokens
+    assert ours.encode("<new>", add_special_tokens=False) == [100 + len(ranks)]
+
+
 # ---- tokenizer.model of SentencePiece
 
 

@@ -23,6 +23,11 @@ BYTES = _alphabet()
 _CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
+def text_of(token: bytes) -> str:
+    """Return a token in GPT-2's alphabet."""
+    return token.decode("latin-1").translate(_CHARACTERS)
+
+
 def tokenizer_of(
     vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], split: Split, *, ignore_merges: bool = False
 ) -> tokenizers.Tokenizer:
@@ -39,7 +44,7 @@ def tokenizer_of_ranks(ranks: Mapping[bytes, int], split: Split, first: Sequence
 
     first: tokens whose ids come before all others; the id of a token of `ranks` is its rank and their number.
     """
-    text = {token: token.decode("latin-1").translate(_CHARACTERS) for token in ranks}
+    text = {token: text_of(token) for token in ranks}
     merges = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         halves = ((token[:i], token[i:]) for i in range(1, len(token)))
@@ -52,15 +57,20 @@ def tokenizer_of_ranks(ranks: Mapping[bytes, int], split: Split, first: Sequence
     return _tokenizer(models.BPE(ids, merges, ignore_merges=True), split)
 
 
-def _tokenizer(model: models.BPE, split: Split) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(model)
-    if split.nfc:
-        tokenizer.normalizer = normalizers.NFC()
+def pre_tokenizer_of(split: Split) -> Any:
+    """Return what splits texts before their pieces are encoded."""
     splits: list[Any] = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns if pattern is not None
     ]
     usual = None in split.patterns
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=split.add_prefix_space, use_regex=usual))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits) if len(splits) > 1 else splits[0]
+    return pre_tokenizers.Sequence(splits) if len(splits) > 1 else splits[0]
+
+
+def _tokenizer(model: models.BPE, split: Split) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizer_of(split)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

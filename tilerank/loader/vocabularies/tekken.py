@@ -2,15 +2,18 @@
 
 import binascii
 from base64 import b64decode
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from tokenizers import AddedToken, processors
 
 from ..errors import ConfigError, TokenizerError, show
 from ..fields import Fields
-from ..files import read_json_object
-from .byte_level import tokenizer_of_ranks
+from ..files import is_listed, read_json_object
+from .byte_level import pre_tokenizer_of, text_of, tokenizer_of_ranks
 from .loaded import LoadedVocabulary
 from .splits import Split
 
@@ -25,7 +28,44 @@ _FIRST_SPECIAL = (
 )
 
 
+@dataclass(frozen=True)
+class _Tekken:
+    """The content of a file. special: the tokens before all others. ranks: of those, in order."""
+
+    split: Split
+    special: Sequence[str]
+    ranks: dict[bytes, int]
+
+
 def read(model_dir: Path) -> LoadedVocabulary:
+    found = _read(model_dir)
+    special = found.special
+    tokenizer = tokenizer_of_ranks(found.ranks, found.split, special)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    names = {name: token for name, token in _NAMES.items() if token in special}
+    if "<s>" in special:  # every text of these models begins with it
+        begin = special.index("<s>")
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", begin)])
+    return LoadedVocabulary(tokenizer, names)
+
+
+def correct_split(model_dir: Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Give the tokenizer of a tokenizer.json the split of the tekken.json beside it, if both have the same tokens.
+
+    tokenizer.json of many releases splits texts in another way than the models were trained with. Those of fine-tuned
+    models have more tokens, or those of other models.
+    """
+    if not is_listed(model_dir, NAME):
+        return
+    found, ids = _read(model_dir), tokenizer.get_vocab(with_added_tokens=False)
+    first, special = len(found.special), set(found.special)
+    texts = ((text_of(token), first + rank) for token, rank in found.ranks.items())
+    if all(ids.get(text) == id for text, id in texts if text not in special):
+        tokenizer.pre_tokenizer = pre_tokenizer_of(found.split)
+
+
+def _read(model_dir: Path) -> _Tekken:
+    """Raises TokenizerError for a file that is malformed."""
     where = model_dir / NAME
     file = Fields(where, read_json_object(model_dir, NAME, TokenizerError))
     try:
@@ -44,13 +84,7 @@ def read(model_dir: Path) -> LoadedVocabulary:
     ranks = {_bytes(where, entry): rank for rank, entry in enumerate(vocabulary)}
     if len(ranks) < len(vocabulary):
         raise TokenizerError(f"{where}: vocab: expected every token once")
-    tokenizer = tokenizer_of_ranks(ranks, Split((pattern,)), special)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    names = {name: token for name, token in _NAMES.items() if token in special}
-    if "<s>" in special:  # every text of these models begins with it
-        begin = special.index("<s>")
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", begin)])
-    return LoadedVocabulary(tokenizer, names)
+    return _Tekken(Split((pattern,)), special, ranks)
 
 
 def _special_tokens(file: Fields) -> list[str]:

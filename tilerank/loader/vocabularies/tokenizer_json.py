@@ -1,4 +1,4 @@
-"""tokenizer.json, the format of the tokenizers library, which says everything itself."""
+"""tokenizer.json, the format of the tokenizers library, which says all itself; tekken.json corrects its split."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from tokenizers import processors
 
 from ..errors import TokenizerError
 from ..files import read_bytes
+from . import tekken
 from .loaded import LoadedVocabulary
 
 NAME = "tokenizer.json"
@@ -19,4 +20,5 @@ def read(model_dir: Path) -> LoadedVocabulary:
     tokenizer.no_padding()
     if tokenizer.post_processor is None:
         tokenizer.post_processor = processors.TemplateProcessing("$A", "$A $B", [])  # whatever other files say
+    tekken.correct_split(model_dir, tokenizer)
     return LoadedVocabulary(tokenizer)
