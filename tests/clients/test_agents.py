@@ -1,12 +1,13 @@
 """Coding agents edit a file with a scripted model: `pytest -m long tests/clients/test_agents.py`. Needs npm.
 
-The model reads and edits in calls of each agent's own tools; the protocol is what is tested.
+The model reads and edits in calls of each agent's own tools, or as Aider asks it to write; the protocol is tested.
 """
 
 import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from tests.clients.live import live_server
 from tests.runtime.server.scripted import make_model
 
-PACKAGES = ["@anthropic-ai/claude-code@2", "@openai/codex@0"]
+PACKAGES = ["@anthropic-ai/claude-code@2", "@openai/codex@0", "@continuedev/cli@1"]
 CONTEXT = 1 << 17
 """Tokens. Claude Code's first prompt has 48,000 of the scripted model's vocabulary."""
 TASK, DONE = "Change morning to evening in greeting.txt.", "The greeting is an evening one."
@@ -40,10 +41,32 @@ base_url = "{url}/v1"
 env_key = "TILERANK_API_KEY"
 """
 
+CONTINUE = """
+name: local
+version: 0.0.1
+schema: v1
+models:
+  - name: it
+    provider: openai
+    model: it
+    apiBase: {url}/v1
+    apiKey: any
+    capabilities: [tool_use]
+"""
+SEARCH_REPLACE = """greeting.txt
+```
+<<<<<<< SEARCH
+Good morning
+=======
+Good evening
+>>>>>>> REPLACE
+```
+"""
+
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the commands of both agents."""
+    """Return the directory of the commands of the agents that npm has."""
     if shutil.which("npm") is None:
         pytest.skip("npm is missing")
     folder = tmp_path_factory.mktemp("agents")
@@ -129,3 +152,43 @@ def test_codex_edits_a_file(agents: Path, folder: Path, tmp_path: Path) -> None:
         assert server.app.state.metrics.errors == 0  # type: ignore[attr-defined]
     assert (folder / "greeting.txt").read_text() == "Good evening\n"
     assert said.strip() == DONE
+
+
+@pytest.mark.long
+def test_continue_edits_a_file(agents: Path, folder: Path, tmp_path: Path) -> None:
+    file = str(folder / "greeting.txt")
+    with live_server(make_model(tmp_path / "model"), context_length=CONTEXT) as (url, server):
+        server.answer = calls(
+            ("Read", {"filepath": file}),
+            ("Edit", {"file_path": file, "old_string": "morning", "new_string": "evening"}),
+        )
+        (folder.parent / "config.yaml").write_text(CONTINUE.format(url=url))
+        said = edit(
+            [agents / "cn", "-p", TASK, "--auto", "--config", folder.parent / "config.yaml"],
+            folder,
+            CONTINUE_TELEMETRY_ENABLED="0",
+        )
+        assert server.app.state.metrics.errors == 0  # type: ignore[attr-defined]
+    assert (folder / "greeting.txt").read_text() == "Good evening\n"
+    assert said.strip() == DONE
+
+
+@pytest.mark.long
+def test_aider_edits_a_file(folder: Path, tmp_path: Path) -> None:
+    """In an environment of its own, since it pins all of its libraries."""
+    if sys.version_info >= (3, 13):
+        pytest.skip("aider runs on Python up to 3.12")
+    programs = tmp_path / "aider" / "bin"
+    subprocess.run([sys.executable, "-m", "venv", programs.parent], check=True)
+    subprocess.run([programs / "pip", "install", "--quiet", "aider-chat==0.86.*"], check=True, timeout=900)
+    with live_server(make_model(tmp_path / "model"), context_length=CONTEXT) as (url, server):
+        server.answer = SEARCH_REPLACE
+        options = ("--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings", "--edit-format", "diff")
+        edit(
+            [programs / "aider", "--model", "openai/it", *options, "--message", TASK, "greeting.txt"],
+            folder,
+            OPENAI_API_BASE=f"{url}/v1",
+            OPENAI_API_KEY="any",
+        )
+        assert server.app.state.metrics.errors == 0  # type: ignore[attr-defined]
+    assert (folder / "greeting.txt").read_text() == "Good evening\n"
