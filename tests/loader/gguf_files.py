@@ -29,6 +29,9 @@ TYPES = {
 """By name: the number in files, values and bytes of a block."""
 BLOCKS = tuple(name for name, (_, values, _) in TYPES.items() if values > 1)
 
+HOSTILE: tuple[Any, ...] = (0, (1 << 32) - 1, math.nan, True, "x\ny", [1, 2], [math.nan], ["a", "a"])
+"""Values that no key of the metadata expects."""
+
 _HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),

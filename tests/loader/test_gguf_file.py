@@ -1,6 +1,5 @@
 """The reader of GGUF files: whole, split and hostile ones, and what blocks mean."""
 
-import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.loader.gguf_files import BLOCKS, TYPES, Tensors, gguf_bytes, random_blocks, text, values_of, write_gguf
+from tests.loader.gguf_files import (
+    BLOCKS,
+    HOSTILE,
+    TYPES,
+    Tensors,
+    gguf_bytes,
+    random_blocks,
+    text,
+    values_of,
+    write_gguf,
+)
 from tilerank.kernels.errors import KernelError
 from tilerank.loader.card import read_card
 from tilerank.loader.errors import CheckpointError, ConfigError, TokenizerError
@@ -128,7 +137,6 @@ def test_any_damage_of_a_header_is_refused_or_harmless(tmp_path: Path) -> None:
             assert "\n" not in str(failure)
 
 
-HOSTILE: tuple[Any, ...] = (0, (1 << 32) - 1, math.nan, True, "x\ny", [1, 2], [math.nan], ["a", "a"])
 SMALL: dict[str, Any] = METADATA | {
     **{f"llama.{key}": 4 for key in ("block_count", "context_length", "embedding_length", "attention.head_count")},
     "llama.feed_forward_length": 8,

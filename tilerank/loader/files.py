@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, ConfigError, show
-from .gguf.documents import DOCUMENTS, document
+from .gguf.documents import document, documents_of
 from .gguf.file import open_gguf
 from .lfs_pointer import refuse_pointer
 
@@ -21,7 +21,7 @@ def is_listed(model_dir: Path, name: str) -> bool:
     """Return whether a model has an entry `name`. A dangling symbolic link counts, so that an incomplete download is
     refused when the file is read, instead of being treated as a model without that file."""
     if model_dir.is_file():
-        return name in DOCUMENTS
+        return name in documents_of(model_dir)
     return os.path.lexists(model_dir / name)
 
 
@@ -56,7 +56,7 @@ def model_file(model_dir: Path, name: str, error: type[ValueError], folder: str 
 
 def read_bytes(model_dir: Path, name: str, error: type[ValueError], folder: str = "") -> bytes:
     """Return the content of a file (see model_file); raise `error` if it cannot be read or exceeds MAX_BYTES."""
-    if model_dir.is_file() and name in DOCUMENTS:
+    if model_dir.is_file() and name in documents_of(model_dir):
         try:
             return document(open_gguf(model_dir), name).encode()
         except (CheckpointError, ConfigError) as failure:

@@ -42,18 +42,19 @@ def _delta_net(c: Fields) -> Fields:
 
 
 def _deepseek(c: Fields) -> Fields:
+    """Return the keys of a new file; those of an old one for a model without q_lora_rank (Moonlight)."""
     nope, rope, latent = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["kv_lora_rank"]
+    if c["q_lora_rank"] is None:
+        heads = {"head_count_kv": c["num_attention_heads"], "key_length": nope + rope, "value_length": c["v_head_dim"]}
+    else:
+        heads = {"head_count_kv": 1, "key_length": latent + rope, "value_length": latent}
+        heads |= {"key_length_mla": nope + rope, "value_length_mla": c["v_head_dim"], "q_lora_rank": c["q_lora_rank"]}
     return (
         _deepseek_experts(c)
         | _yarn(c["rope_scaling"])
+        | {f"attention.{key}": value for key, value in heads.items()}
         | {
             "rope.scaling.yarn_log_multiplier": 0.1 * c["rope_scaling"]["mscale_all_dim"],
-            "attention.head_count_kv": 1,
-            "attention.key_length": latent + rope,
-            "attention.value_length": latent,
-            "attention.key_length_mla": nope + rope,
-            "attention.value_length_mla": c["v_head_dim"],
-            "attention.q_lora_rank": c["q_lora_rank"],
             "attention.kv_lora_rank": latent,
             "rope.dimension_count": rope,
         }
@@ -87,7 +88,8 @@ def _gemma4(c: Fields) -> Fields:
 
 
 _FIELDS: dict[str, Callable[[Fields], Fields]] = {
-    "qwen3vl": lambda _: {"rope.dimension_sections": [8, 4, 4, 0], "n_deepstack_layers": 3},
+    "qwen3vl": lambda _: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
+    "qwen3vlmoe": lambda _: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
     "mistral3": lambda c: (
         _yarn(c["rope_parameters"])
         | {
@@ -131,6 +133,10 @@ _FIELDS: dict[str, Callable[[Fields], Fields]] = {
     "qwen35moe": lambda c: _delta_net(c) | {"rope.dimension_sections": [2, 1, 1, 0]},
     "gemma4": _gemma4,
 }
+_FOR_PICTURES = (
+    *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+)
 _RENAMED = {
     "intermediate_size": "feed_forward_length",
     "num_key_value_heads": "attention.head_count_kv",
@@ -159,7 +165,7 @@ def metadata_of(architecture: str, c: Fields) -> Fields:
         fields |= _FIELDS[architecture](c)
     vocabulary = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [f"t{i}" for i in range(c["vocab_size"])],
+        "tokenizer.ggml.tokens": [*(f"t{i}" for i in range(c["vocab_size"] - len(_FOR_PICTURES))), *_FOR_PICTURES],
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.bos_token_id": 2,
     }

@@ -50,6 +50,7 @@ _DELTA = _POST_NORM | {
 }
 _NAMES: dict[str, dict[str, str]] = {
     "qwen3vl": {"self_attn.qkv": "attn_qkv"},
+    "qwen3vlmoe": _EXPERTS,
     "mistral3": {},
     "gemma3": _GEMMA,
     "qwen2moe": _EXPERTS,
@@ -244,6 +245,9 @@ def _minimax(tensors: Tensors) -> Tensors:
 
 _TRANSFORMS: dict[str, Callable[[Tensors, Fields], Tensors]] = {
     "qwen3vl": lambda t, _: _fuse_qkv(t),
+    "qwen3vlmoe": lambda t, _: _split_gate_up(
+        {n: one.transpose(1, 2) if ".experts." in n else one for n, one in t.items()}
+    ),
     "mistral3": lambda t, c: _pair_rows({n.removeprefix("language_model."): one for n, one in t.items()}, c),
     "gemma3": lambda t, _: _plus_one(t),
     "qwen2moe": lambda t, _: {n: one[0] if n.endswith("shared_expert_gate.weight") else one for n, one in t.items()},
@@ -276,7 +280,23 @@ def q8_0(values: Tensor) -> tuple[bytes, Tensor]:
     return data.tobytes(), (codes * d.float()).reshape(values.shape)
 
 
-def _stored(values: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+class NoTokenizer:
+    """Replaces the tokenizer of a checkpoint, as these tests encode no text and training one takes seconds."""
+
+    def token_to_id(self, token: str) -> int:
+        return 1
+
+
+def representable(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor rounded to values that the file can store exactly: in Q8_0, in F16 or as they are."""
+    tensor = tensor.float()
+    if name.endswith((".o_proj.weight", ".kv_b_proj.weight")):
+        return tensor.half().float()
+    is_projection = re.search(r"(_proj|\.in_proj_\w+|\.w[123])(\.weight)?$", name) and tensor.ndim > 1
+    return q8_0(tensor)[1] if is_projection and tensor.shape[-1] % 32 == 0 else tensor
+
+
+def stored(values: Tensor) -> tuple[str, tuple[int, ...], bytes]:
     """Return a tensor in the smallest of Q8_0, F16 and F32 that keeps its values exact; vectors always in F32."""
     values, shape = values.contiguous().float(), tuple(values.shape)
     if values.ndim > 1 and shape[-1] % 32 == 0:
@@ -304,10 +324,8 @@ def write(
     for name, tensor in renamed.items():
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if name in _TOP or (layer is not None and int(layer[1]) < last):  # no vision tower, no further draft layers
-            found[_name(architecture, name)] = _stored(tensor)
+            found[_name(architecture, name)] = stored(tensor)
     if architecture == "gemma4":
         half, part = fields["global_head_dim"] // 2, 0.25
-        found["rope_freqs.weight"] = _stored(
-            torch.tensor([1.0] * int(half * part) + [1e30] * (half - int(half * part)))
-        )
+        found["rope_freqs.weight"] = stored(torch.tensor([1.0] * int(half * part) + [1e30] * (half - int(half * part))))
     return write_gguf(path, metadata_of(architecture, fields), found | dict(others or {}))

@@ -4,7 +4,6 @@ The conformance tests compare directories with transformers.
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tiny import make_checkpoint, tool
 from torch import Tensor
 
 from tests.loader.gguf_files import TYPES, random_blocks, write_gguf
-from tests.runtime.gguf.hub_to_gguf import q8_0, write
+from tests.runtime.gguf.hub_to_gguf import NoTokenizer, representable, write
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.errors import CheckpointError, ConfigError
@@ -60,22 +59,6 @@ MODELS: dict[str, tuple[str, str, Dims]] = {
 """By name: the architecture, the family in make_tiny.py and its dimensions."""
 IDS = torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(0)).tolist()
 """More tokens than sliding windows and the contexts before rope scaling have."""
-
-
-class NoTokenizer:
-    """Replaces the tokenizer of a checkpoint, as these tests encode no text and training one takes seconds."""
-
-    def token_to_id(self, token: str) -> int:
-        return 1
-
-
-def representable(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor rounded to values that the file can store exactly: in Q8_0, in F16 or as they are."""
-    tensor = tensor.float()
-    if name.endswith((".o_proj.weight", ".kv_b_proj.weight")):
-        return tensor.half().float()
-    is_projection = re.search(r"(_proj|\.in_proj_\w+|\.w[123])(\.weight)?$", name) and tensor.ndim > 1
-    return q8_0(tensor)[1] if is_projection and tensor.shape[-1] % 32 == 0 else tensor
 
 
 def make(out: Path, tmp: Path, name: str) -> tuple[Path, Path]:

@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from ..gguf.architecture import Order
 from ..gguf.blocks import decode, dequantise
 from ..gguf.names import NamedTensor
-from ..rectangle import Read, StoredRectangle, read_floats
+from ..rectangle import Read, StoredRectangle, place_of, read_floats
 
 
 class GGUFReads:
@@ -33,6 +33,7 @@ class GGUFReads:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
         self._tensors = checkpoint.gguf
 
     def reads(self, rectangle: Rectangle) -> Iterator[Read]:
@@ -40,7 +41,7 @@ class GGUFReads:
         tensor = self._tensors.get(rectangle.name)
         if tensor is None:
             joined = _joined(rectangle, self._tensors)
-            yield read_floats(rectangle) if joined is None else joined
+            yield read_floats(rectangle, place_of(rectangle, self._checkpoint)) if joined is None else joined
             return
         stored, parameter = _stored(rectangle, tensor), rectangle.parameter
         holds_codes = isinstance(parameter, WeightParameter) and parameter.is_quantised
@@ -160,8 +161,8 @@ def _write(
 
 @dataclass(frozen=True)
 class _Joined:
-    """A tensor of the hub that a file stores as two pieces, whose first dimensions count the same heads or experts.
-
+    """A tensor of the hub that a file stores as two pieces, whose first dimensions count the same heads, experts or
+    filters.
     pieces: the ends of their names. shapes: returns the expected shapes of the pieces, given the shape of the tensor on
     the hub and the stored shape of the first piece. join: returns the tensor [heads or experts, rows, columns].
     """
@@ -182,6 +183,11 @@ def _interleaved_shapes(shape: tuple[int, ...], _: tuple[int, ...]) -> tuple[tup
     return half, half
 
 
+def _kernel_shapes(shape: tuple[int, ...], _: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    of_frame = shape[:2] + shape[3:]
+    return of_frame, of_frame
+
+
 _JOINED = {
     # Latent attention: the file has the keys of a head as [latent, dim], ready to be multiplied with queries.
     "kv_b_proj.weight": _Joined(
@@ -192,6 +198,12 @@ _JOINED = {
         ("gate_proj_bias", "up_proj_bias"),
         _interleaved_shapes,
         lambda gate, up: torch.stack([gate, up], -1).flatten(1)[:, None],
+    ),
+    # Qwen3-VL: the file has one kernel [filters, channels, side, side] for each of the two frames of a patch.
+    "patch_embed.proj.weight": _Joined(
+        ("patch_embed.proj.kernel.0", "patch_embed.proj.kernel.1"),
+        _kernel_shapes,
+        lambda first, second: torch.stack([first, second], 2)[:, None],
     ),
 }
 """By the end of the name on the hub."""

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, show
 from .file import GGUFFile
+from .header import ArrayValue, Scalar
 
 _MAX_INTEGER = 1 << 40
+_MAX_LAYERS = 1 << 12
 
 Names = Mapping[str, str | tuple[str, ...]]
 """Maps names of tensors in a file to names in a layer on the hub.
@@ -62,6 +64,28 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """How the files of an architecture take pictures, by an mmproj file beside them.
+
+    projector: the clip.projector_type of that file. output: a tensor of it whose last dimension is the width of the
+    text model. tokens: of the vocabulary, which stand for pictures. config: returns the fields of config.json, for a
+    file, its mmproj file and the fields of the text model alone. processor: returns the fields of
+    processor_config.json, for an mmproj file. text: begins the names of the text model's tensors on the hub. names:
+    returns the names on the hub of the tensors of an mmproj file, as far as they are known. changes: of stored values,
+    by module in the mmproj file.
+    """
+
+    projector: str
+    output: str
+    tokens: tuple[str, ...]
+    config: Callable[[GGUFFile, GGUFFile, Mapping[str, Any]], dict[str, Any]]
+    processor: Callable[[GGUFFile], dict[str, Any]]
+    text: str
+    names: Callable[[GGUFFile], Mapping[str, str]]
+    changes: Mapping[str, Change] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """How the files of an architecture translate to config.json and to the tensors of Hugging Face.
 
@@ -69,7 +93,7 @@ class Architecture:
     changes: of stored values, by the keys of `names`. axes: by the same keys, the dimension of one element that a
     tensor has on the hub and a file may omit. orders: returns, for the fields, the orders of rows or columns that
     differ from those of the hub, by module or name in a layer. ends: tokens that end an answer, in addition to those
-    that a file names.
+    that a file names. tower: how it takes pictures; None if files of text alone are read.
     """
 
     config: Callable[[GGUFFile], dict[str, Any]]
@@ -79,6 +103,7 @@ class Architecture:
     axes: Mapping[str, int] = field(default_factory=dict)
     orders: Callable[[Mapping[str, Any]], Mapping[str, Order]] = lambda _: {}
     ends: tuple[str, ...] = USUAL_ENDS
+    tower: Tower | None = None
 
 
 def paired_heads(config: Mapping[str, Any]) -> Mapping[str, Order]:
@@ -91,11 +116,11 @@ def paired_heads(config: Mapping[str, Any]) -> Mapping[str, Order]:
 
 
 class Keys:
-    """The hyper-parameters of a file: the metadata `ARCHITECTURE.KEY`, by KEY."""
+    """The hyper-parameters of a file: the metadata `ARCHITECTURE.KEY`, by KEY, or those of another prefix."""
 
-    def __init__(self, gguf: GGUFFile) -> None:
+    def __init__(self, gguf: GGUFFile, prefix: str | None = None) -> None:
         self.gguf = gguf
-        self._prefix = f"{gguf.architecture}."
+        self._prefix = f"{gguf.architecture}." if prefix is None else prefix
         self._fields = gguf.fields(self._prefix)
 
     def has(self, key: str) -> bool:
@@ -107,7 +132,7 @@ class Keys:
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a number. Of an array with one for each layer all must be equal. Raises ConfigError."""
         if self.gguf.has_items(self._prefix + key):
-            found = set(self._integers(key))
+            found = set(self.integers(key))
             if len(found) != 1:
                 raise self.fail(key, f"one number for all layers, found {show(sorted(found))}")
             return found.pop()
@@ -117,17 +142,32 @@ class Keys:
         """Return the number of each layer; a file may have one for all. Raises ConfigError."""
         if not self.gguf.has_items(self._prefix + key):
             return [self.integer(key, default)] * layers
-        found = self._integers(key)
+        found = self.integers(key)
         if len(found) < layers:
             raise self.fail(key, f"a number for each of the {layers} layers, found {len(found)}")
         return found[:layers]
 
-    def _integers(self, key: str) -> list[int]:
-        items = self.gguf.items(self._prefix + key)
+    def integers(self, key: str) -> list[int]:
+        """Return the numbers of a short array. Raises ConfigError for any other, CheckpointError if there is none."""
+        items = self._items(key)
         found = [int(item) for item in items if isinstance(item, int) and 0 <= item <= _MAX_INTEGER]
         if len(found) < len(items):
             raise self.fail(key, f"integers from 0 to {_MAX_INTEGER}")
         return found
+
+    def numbers(self, key: str) -> list[float]:
+        """Return the numbers of a short array. Raises as `integers`."""
+        items = self._items(key)
+        found = [item for item in items if isinstance(item, float)]
+        if len(found) < len(items):
+            raise self.fail(key, "floats")
+        return found
+
+    def _items(self, key: str) -> list[Scalar]:
+        value = self.gguf.metadata.get(self._prefix + key)
+        if isinstance(value, ArrayValue) and value.count > _MAX_LAYERS:
+            raise self.fail(key, f"at most {_MAX_LAYERS} items, found {value.count}")
+        return self.gguf.items(self._prefix + key)
 
     def number(self, key: str, default: float | None = None) -> float:
         if default is not None and not self.has(key):
@@ -183,6 +223,8 @@ def decoder_config(
 def layer_count(keys: Keys) -> int:
     """Return the number of layers, without the draft layers (multi-token prediction) that follow them."""
     blocks, drafts = keys.integer("block_count"), keys.integer("nextn_predict_layers", 0)
+    if blocks > _MAX_LAYERS:  # before anything is listed layer by layer
+        raise keys.fail("block_count", f"at most {_MAX_LAYERS}, found {blocks}")
     if drafts and drafts >= blocks:
         raise keys.fail("nextn_predict_layers", f"fewer than the {blocks} blocks, found {drafts}")
     return blocks - drafts

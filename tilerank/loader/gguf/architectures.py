@@ -1,13 +1,15 @@
 """The supported architectures of GGUF. No torch."""
 
+from functools import lru_cache
 from typing import Any
 
 from ..errors import ConfigError, show
-from .architecture import COMMON_NAMES, HEAD_NORMS, Architecture, Keys, decoder_config, has_biases, paired_heads
+from .architecture import COMMON_NAMES, HEAD_NORMS, Architecture, Keys, Tower, decoder_config, has_biases, paired_heads
 from .delta_nets import DELTA_NETS
 from .file import GGUFFile
 from .gemma import GEMMAS
 from .mixtures import MIXTURES
+from .towers import QWEN_TOWER
 
 
 def _llama(gguf: GGUFFile) -> dict[str, Any]:
@@ -45,8 +47,8 @@ _ARCHITECTURES = {
     "mistral3": Architecture(_mistral3, COMMON_NAMES, orders=paired_heads),
     "qwen2": Architecture(_qwen2, COMMON_NAMES),
     "qwen3": Architecture(_qwen3, _QWEN3),
-    # GGUF files run without pictures, so the three axes of M-RoPE have equal positions: the text model is Qwen3.
-    "qwen3vl": Architecture(_qwen3, _QWEN3),
+    # Without pictures, the three axes of M-RoPE have equal positions: the text model is Qwen3.
+    "qwen3vl": Architecture(_qwen3, _QWEN3, tower=QWEN_TOWER),
     **MIXTURES,
     **DELTA_NETS,
     **GEMMAS,
@@ -60,3 +62,46 @@ def architecture_of(gguf: GGUFFile) -> Architecture:
         known = ", ".join(_ARCHITECTURES)
         raise ConfigError(f"{gguf.path}: general.architecture: expected one of {known}, found {show(name)}")
     return _ARCHITECTURES[name]
+
+
+def config_of(gguf: GGUFFile) -> dict[str, Any]:
+    """Return the fields of config.json. Raises ConfigError."""
+    pictures = tower_of(gguf)
+    text = {key: value for key, value in architecture_of(gguf).config(gguf).items() if value is not None}
+    if pictures is None:
+        return text
+    tower, mmproj = pictures
+    return tower.config(gguf, mmproj, text)
+
+
+def tower_of(gguf: GGUFFile) -> tuple[Tower, GGUFFile] | None:
+    """Return how a model takes pictures, and its mmproj file; None if it has none. Raises ConfigError for a file of
+    another model."""
+    if gguf.mmproj is None:
+        return None
+    if (failure := mismatch(gguf, gguf.mmproj)) is not None:
+        raise failure
+    tower = architecture_of(gguf).tower
+    assert tower is not None
+    return tower, gguf.mmproj
+
+
+@lru_cache(maxsize=4)
+def mismatch(gguf: GGUFFile, mmproj: GGUFFile) -> ConfigError | None:
+    """Return why a model cannot take pictures by an mmproj file; None if it can."""
+    if (tower := architecture_of(gguf).tower) is None:
+        known = ", ".join(name for name, one in _ARCHITECTURES.items() if one.tower is not None)
+        expected = f"one that takes pictures by an mmproj file ({known})"
+        return ConfigError(f"{gguf.path}: general.architecture: expected {expected}, found {show(gguf.architecture)}")
+    if (kind := mmproj.metadata.get("clip.projector_type")) != tower.projector:
+        expected = f"{show(tower.projector)} for {gguf.path}"
+        return ConfigError(f"{mmproj.path}: clip.projector_type: expected {expected}, found {show(kind)}")
+    output, width = mmproj.tensors.get(tower.output), Keys(gguf).integer("embedding_length")
+    if output is None or output.shape[-1] != width:
+        found = "none" if output is None else str(list(output.shape))
+        expected = f"{width} numbers at its end for {gguf.path}"
+        return ConfigError(f"{mmproj.path}: tensor {tower.output}: expected {expected}, found {found}")
+    if missing := set(tower.tokens).difference(gguf.texts("tokenizer.ggml.tokens")):
+        expected = f"{min(missing)} for pictures, found no such token"
+        return ConfigError(f"{gguf.path}: tokenizer.ggml.tokens: expected {expected}")
+    return None

@@ -16,6 +16,7 @@ from .architecture import (
 )
 from .file import GGUFFile
 from .mixtures import EXPERTS, SHARED_EXPERT, SHARED_GATE_AXES, experts_config, shared_width
+from .towers import QWEN_TOWER
 
 _FULL, _DELTA_NET = "full_attention", "linear_attention"
 
@@ -101,13 +102,21 @@ DELTA_NETS = {
     "qwen3next": Architecture(
         _qwen3_next, {**_NAMES, **_GROUPED, **EXPERTS, **SHARED_EXPERT}, changes=_CHANGES, axes=_AXES
     ),
-    "qwen35": Architecture(_qwen35, {**_NAMES, **_GATES}, changes=_CHANGES, axes=_AXES, orders=_tiled_value_heads),
+    "qwen35": Architecture(
+        _qwen35,
+        {**_NAMES, **_GATES},
+        changes=_CHANGES,
+        axes=_AXES,
+        orders=_tiled_value_heads,
+        tower=QWEN_TOWER,
+    ),
     "qwen35moe": Architecture(
         _qwen35_moe,
         {**_NAMES, **_GATES, **EXPERTS, **SHARED_EXPERT},
         changes=_CHANGES,
         axes=_AXES,
         orders=_tiled_value_heads,
+        tower=QWEN_TOWER,
     ),
 }
 """By general.architecture."""

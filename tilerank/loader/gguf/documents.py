@@ -1,12 +1,13 @@
 """Makes the small JSON files of a model directory from the metadata of a GGUF file. No torch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from .architectures import architecture_of
-from .file import GGUFFile
+from .architectures import architecture_of, config_of, tower_of
+from .file import GGUFFile, has_mmproj
 
 _TOKENS = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
@@ -24,10 +25,6 @@ _BOS_SPLITS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"
 """Pre-tokenizers (`pre`) whose texts begin with bos_token unless add_bos_token is set."""
 _BOS_MODELS = ("llama", "gemma4")
 """Kinds of vocabularies (`model`) whose texts begin with bos_token unless add_bos_token is set."""
-
-
-def _config(gguf: GGUFFile) -> dict[str, Any]:
-    return {key: value for key, value in architecture_of(gguf).config(gguf).items() if value is not None}
 
 
 def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
@@ -70,17 +67,28 @@ def _templates(gguf: GGUFFile) -> dict[str, Any]:
     return {"chat_template": programs} if programs else {}
 
 
+def _processor_config(gguf: GGUFFile) -> dict[str, Any]:
+    pictures = tower_of(gguf)
+    assert pictures is not None  # the file is listed for no other model
+    tower, mmproj = pictures
+    return tower.processor(mmproj)
+
+
 _DOCUMENTS: dict[str, Callable[[GGUFFile], dict[str, Any]]] = {
-    "config.json": _config,
+    "config.json": config_of,
     "generation_config.json": _generation_config,
     "tokenizer_config.json": _tokenizer_config,
 }
 
-DOCUMENTS = frozenset(_DOCUMENTS)
-"""The names of the files that a GGUF file stands in for."""
+_WITH_PICTURES: dict[str, Callable[[GGUFFile], dict[str, Any]]] = {"processor_config.json": _processor_config}
+
+
+def documents_of(model: Path) -> Collection[str]:
+    """Return the names of the files that a GGUF file stands in for."""
+    return [*_DOCUMENTS, *(_WITH_PICTURES if has_mmproj(model) else ())]
 
 
 @lru_cache(maxsize=8)
 def document(gguf: GGUFFile, name: str) -> str:
-    """Return the content of the file `name`, one of DOCUMENTS. Raises CheckpointError or ConfigError."""
-    return json.dumps(_DOCUMENTS[name](gguf))
+    """Return the content of the file `name`, one of documents_of. Raises CheckpointError or ConfigError."""
+    return json.dumps((_DOCUMENTS | _WITH_PICTURES)[name](gguf))

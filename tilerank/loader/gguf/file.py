@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,8 @@ from .header import ArrayValue, Header, Scalar, TensorDescription
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_PARTS = 4096
-_NO_MODELS = ("adapter", "imatrix", "mmproj")
+_KINDS = {"model": "a model", "mmproj": "an mmproj file"}
+"""The files that are read, by general.type, as errors name them."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,16 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """The metadata and the tensors of a model.
+    """The metadata and the tensors of a model, or of an mmproj file.
 
-    path: the first part of a split file. tensors: by name, in storage order.
+    path: the first part of a split file. tensors: by name, in storage order. mmproj: the file by which the model takes
+    pictures, if it has one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str) -> None:
+        """kind: a key of _KINDS."""
         self.path, *others = _parts(path)
+        self.mmproj: GGUFFile | None = None
         self._first = Header(self.path)
         headers = [self._first, *map(Header, others)]
         _check_parts(headers)
@@ -59,9 +64,10 @@ class GGUFFile:
                     raise CheckpointError(f"{header.path}: tensor {show(description.name)} is in {other} as well")
                 self.tensors[description.name] = GGUFTensor(header, description)
         self.metadata: Mapping[str, Scalar | ArrayValue] = self._first.metadata
-        kind = self.metadata.get("general.type", "model")
-        if kind in _NO_MODELS:
-            raise CheckpointError(f"{self.path}: general.type: expected a model, found {show(kind)}")
+        # Older mmproj files have an architecture of their own, and no key for their type.
+        usual = "mmproj" if self.metadata.get("general.architecture") == "clip" else "model"
+        if (found := self.metadata.get("general.type", usual)) != kind:
+            raise CheckpointError(f"{self.path}: general.type: expected {_KINDS[kind]}, found {show(found)}")
 
     @property
     def architecture(self) -> str:
@@ -101,21 +107,52 @@ class GGUFFile:
         return numbers
 
 
+_MMPROJ_FILES: dict[Path, Path | None] = {}
+"""By the path of a model: the mmproj file by which this process gives it pictures."""
+
+
+def use_mmproj(model: Path, mmproj: Path | None) -> None:
+    """Make `open_gguf` return a model together with an mmproj file, or without, from now on in this process."""
+    _MMPROJ_FILES[model] = mmproj
+
+
+def has_mmproj(model: Path) -> bool:
+    return _MMPROJ_FILES.get(model) is not None
+
+
 def open_gguf(path: Path) -> GGUFFile:
-    """Return the model in a file or in the parts of a split file, of which `path` is any.
+    """Return the model in a file or in the parts of a split file, of which `path` is any, with its mmproj file.
 
     Raises CheckpointError for a file that is no GGUF, damaged, or of types that are not read.
     """
+    gguf, mmproj = _opened(path, "model", _version(path)), _MMPROJ_FILES.get(path)
+    return gguf if mmproj is None else _with_mmproj(gguf, open_mmproj(mmproj))
+
+
+def open_mmproj(path: Path) -> GGUFFile:
+    """Return an mmproj file. Raises CheckpointError, also for a file that is none."""
+    return _opened(path, "mmproj", _version(path))
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Return what differs once a file has changed."""
     try:
         stat = path.stat()
     except OSError as failure:
         raise CheckpointError(f"{path}: cannot be read: {failure.strerror}") from failure
-    return _opened(path, stat.st_mtime_ns, stat.st_size)
+    return stat.st_mtime_ns, stat.st_size
+
+
+@lru_cache(maxsize=4)
+def _opened(path: Path, kind: str, _: tuple[int, int]) -> GGUFFile:
+    return GGUFFile(path, kind)
 
 
 @lru_cache(maxsize=2)
-def _opened(path: Path, changed: int, size: int) -> GGUFFile:
-    return GGUFFile(path)
+def _with_mmproj(gguf: GGUFFile, mmproj: GGUFFile) -> GGUFFile:
+    found = copy(gguf)
+    found.mmproj = mmproj
+    return found
 
 
 def _parts(path: Path) -> list[Path]:

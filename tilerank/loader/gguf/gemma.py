@@ -1,4 +1,4 @@
-"""The Gemma architectures of GGUF, text only. No torch."""
+"""The Gemma architectures of GGUF. No torch."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from .architecture import (
     layer_count,
 )
 from .file import GGUFFile
+from .towers import GEMMA3_TOWER
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PATTERN = "attention.sliding_window_pattern"
@@ -143,7 +144,7 @@ def _rotated_part(gguf: GGUFFile) -> float:
 
 
 GEMMAS = {
-    "gemma3": Architecture(_gemma3, _NAMES, changes=_PLUS_ONE),
+    "gemma3": Architecture(_gemma3, _NAMES, changes=_PLUS_ONE, tower=GEMMA3_TOWER),
     "gemma4": Architecture(
         _gemma4,
         {

@@ -15,6 +15,7 @@ from .architecture import (
     rotated_part,
 )
 from .file import GGUFFile
+from .towers import QWEN_TOWER
 
 _SIGMOID = 2  # a value of expert_gating_func
 
@@ -172,7 +173,7 @@ MIXTURES = {
     "qwen2moe": Architecture(_qwen2_moe, {**COMMON_NAMES, **EXPERTS, **SHARED_EXPERT}, axes=SHARED_GATE_AXES),
     "qwen3moe": Architecture(_qwen3_moe, {**COMMON_NAMES, **HEAD_NORMS, **EXPERTS}),
     # As for qwen3vl, the text model is Qwen3-MoE.
-    "qwen3vlmoe": Architecture(_qwen3_moe, {**COMMON_NAMES, **HEAD_NORMS, **EXPERTS}),
+    "qwen3vlmoe": Architecture(_qwen3_moe, {**COMMON_NAMES, **HEAD_NORMS, **EXPERTS}, tower=QWEN_TOWER),
     "glm4moe": Architecture(
         _glm4_moe,
         {**POST_NORM, **HEAD_NORMS, **_DEEPSEEK_EXPERTS},

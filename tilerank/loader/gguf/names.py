@@ -8,11 +8,13 @@ from math import prod
 from typing import Any
 
 from ..errors import CheckpointError, show
-from .architecture import Architecture, Change, Keys, Order
-from .architectures import architecture_of
+from .architecture import Architecture, Change, Keys, Order, Tower
+from .architectures import architecture_of, tower_of
 from .file import GGUFFile, GGUFTensor
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)")
+_TEXT = "model."
+"""Begins the names of a text model's tensors, but for its output head."""
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -77,7 +79,23 @@ def named_tensors(gguf: GGUFFile) -> Mapping[str, NamedTensor]:
             found[named] = NamedTensor(tensor, tensor.shape, change=architecture.changes.get(name.rpartition(".")[0]))
         elif not layers <= int(layer[1]) < blocks:
             found |= dict(_of_layer(architecture, config, layer[1], layer[2], tensor))
+    if (pictures := tower_of(gguf)) is not None:
+        tower, mmproj = pictures
+        found = {_in_whole(name, tower): tensor for name, tensor in found.items()} | _of_tower(tower, mmproj)
     return found
+
+
+def _in_whole(name: str, tower: Tower) -> str:
+    """Return the name of a text model's tensor in the model that takes pictures."""
+    return tower.text + name.removeprefix(_TEXT) if name.startswith(_TEXT) else name
+
+
+def _of_tower(tower: Tower, mmproj: GGUFFile) -> dict[str, NamedTensor]:
+    names = tower.names(mmproj)
+    return {
+        names.get(name, name): NamedTensor(stored, stored.shape, change=tower.changes.get(name.rpartition(".")[0]))
+        for name, stored in mmproj.tensors.items()
+    }
 
 
 def _of_layer(
