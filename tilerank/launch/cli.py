@@ -16,6 +16,7 @@ from .errors import USER_ERRORS
 from .logs import drain, never_block, say
 from .options.arguments import Parser, UsageError, parse, with_config
 from .options.hub import find_model
+from .options.mmproj import find_mmproj
 from .version import own_version
 
 COMMANDS = {
@@ -85,6 +86,7 @@ def parse_command(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
     args = parse(parser, argv)
     args.argv = argv  # for the ranks, which are started with the same command line
     find_model(args)
+    find_mmproj(args)
     return _module(args.command), args
 
 

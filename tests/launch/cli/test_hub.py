@@ -11,6 +11,7 @@ from command import DEMO, Result, demo_without_tokenizer, run
 from hub import COMMIT, Hub
 
 from tests.loader.gguf_files import Tensors, write_gguf
+from tests.runtime.gguf.mmproj_files import QWEN, QWEN_MMPROJ, QWEN_TOWER, write_pair
 from tests.runtime.gguf.tiny_llama import HIDDEN, METADATA, VOCAB
 
 MODEL = "demo/lm"
@@ -121,7 +122,12 @@ def quantised(tmp_path: Path) -> Iterator[Hub]:
         numbers = {"split.no": part, "split.count": 2, "split.tensors.count": 2}
         write_gguf(folder / f"m-UD-q4_k_xl-{part + 1:05}-of-00002.gguf", metadata | numbers, held)
     (folder / "mmproj-m-Q8_0.gguf").write_bytes(b"GGUF")
-    hub = Hub({"demo/gguf": folder})
+    sees = tmp_path / "sees"
+    sees.mkdir()
+    write_pair(sees, QWEN, QWEN_MMPROJ, QWEN_TOWER, "m-Q8_0")
+    for name in ("mmproj-F16", "mmproj-BF16"):
+        write_gguf(sees / f"{name}.gguf", QWEN_MMPROJ, QWEN_TOWER)
+    hub = Hub({"demo/gguf": folder, "demo/sees": sees})
     yield hub
     hub.close()
 
@@ -139,6 +145,17 @@ def test_a_quantisation_of_an_id_is_downloaded_alone(quantised: Hub, tmp_path: P
         "the cache of demo/gguf: expected GGUF files of Q8_0, found those of UD-q4_k_xl; HF_HUB_OFFLINE is set, and "
         r"`hf download demo/gguf --include '\*Q8_0\*.gguf'` fetches it",
     )
+
+
+def test_a_quantisation_is_downloaded_with_its_mmproj_file(quantised: Hub, tmp_path: Path) -> None:
+    found = plan("demo/sees:Q8_0", tmp_path, quantised.url)
+    assert found.status == 0, found.err
+    path = Path(json.loads(found.out)["model"])
+    assert sorted(held.name for held in path.parent.iterdir()) == ["m-Q8_0.gguf", "mmproj-BF16.gguf"]
+    offline = plan("demo/sees:Q8_0", tmp_path, UNREACHABLE, offline=1)
+    assert offline.status == 0, offline.err
+    for report in map(json.loads, (found.out, offline.out)):
+        assert report["model_type"] == "qwen3_vl" and report["media"] > 0
 
 
 def test_a_quantisation_that_the_hub_does_not_have(quantised: Hub, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import PurePath
 
 from ..errors import LaunchError
 
-_NO_MODELS = ("mmproj", "mtp-", "imatrix")
+_NO_MODELS = ("mtp-", "imatrix")
 """Beginnings of the names of files that are no models by themselves."""
+_MMPROJ = "mmproj"
+"""Is somewhere in the names of files by which models take pictures."""
 _END = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _QUANTISATION = re.compile(r"[-.]((?:UD-)?\w+)$", re.ASCII)
 
@@ -15,7 +18,7 @@ def models_among(files: Iterable[str]) -> dict[str, list[str]]:
     """Return the files of each model, in order, by their path without the number of a part and without `.gguf`."""
     found: dict[str, list[str]] = {}
     for file in sorted(files):
-        if file.endswith(".gguf") and not file.rsplit("/", 1)[-1].startswith(_NO_MODELS):
+        if file.endswith(".gguf") and not is_mmproj(file) and not PurePath(file).name.startswith(_NO_MODELS):
             found.setdefault(_END.sub("", file), []).append(file)
     return found
 
@@ -39,3 +42,7 @@ def files_of(quantisation: str, models: dict[str, list[str]], where: str, instea
 def quantisations(models: Iterable[str]) -> list[str]:
     """Return what the names of models end with."""
     return list(dict.fromkeys(match[1] if (match := _QUANTISATION.search(name)) else name for name in models))
+
+
+def is_mmproj(file: str) -> bool:
+    return file.endswith(".gguf") and _MMPROJ in PurePath(file).name.lower()

@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from glob import escape
@@ -22,6 +22,7 @@ from ..errors import LaunchError
 from ..logs import say
 from ..text import size
 from .gguf_names import files_of, models_among, quantisations
+from .mmproj import mmproj_of, takes_pictures
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -48,6 +49,12 @@ def add_model_argument(parser: argparse.ArgumentParser, nargs: str | None = None
         "and a quantisation of its GGUF files such as Qwen/Qwen3-0.6B-GGUF:Q8_0",
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of an id on the hub (default: main)")
+    parser.add_argument(
+        "--mmproj",
+        type=Path,
+        metavar="FILE",
+        help="the GGUF file by which a model in GGUF takes pictures (default: the one beside it that fits, if any)",
+    )
 
 
 def find_model(args: argparse.Namespace) -> None:
@@ -72,7 +79,8 @@ def find_model(args: argparse.Namespace) -> None:
                 f"{given} is not a directory; expected one with a Hugging Face model, a GGUF file, or an id on the hub "
                 "such as Qwen/Qwen3-0.6B"
             )
-        setattr(args, name, download(str(given), args.revision))
+        pictures = getattr(args, "mmproj", None) is None
+        setattr(args, name, download(str(given), args.revision, mmproj=pictures))
         if getattr(args, "served_model_name", "") is None:
             args.served_model_name = [str(given)]
         os.environ[OFFLINE] = "1"
@@ -93,10 +101,10 @@ def _model_in(directory: Path) -> Path:
     return next((directory / files[0] for files in models.values()), directory)
 
 
-def download(model: str, revision: str | None) -> Path:
+def download(model: str, revision: str | None, *, mmproj: bool) -> Path:
     """Return the directory with the files of an id, or the GGUF file of `id:quantisation`, all of them present.
 
-    Raises as `find_model` does.
+    mmproj: whether the file by which a GGUF file takes pictures is fetched as well. Raises as `find_model` does.
     """
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -119,13 +127,20 @@ def download(model: str, revision: str | None) -> Path:
             except errors.DryRunError:  # the hub cannot be asked: the next call finds the cache's copy or says why not
                 return _cached(snapshot, id, quantisation)
             files = _chosen(id, quantisation, listed)
-            names = [file.filename for file in files]
-            folder = Path(
-                snapshot(
-                    allow_patterns=[escape(name) for name in names], local_files_only=_is_complete(id, files, cache)
-                )
-            )
-            return folder if quantisation is None else folder / names[0]
+
+            def fetch(wanted: Sequence[DryRunFileInfo]) -> Path:
+                patterns = [escape(file.filename) for file in wanted]
+                return Path(snapshot(allow_patterns=patterns, local_files_only=_is_complete(id, wanted, cache)))
+
+            folder = fetch(files)
+            if quantisation is None:
+                return folder
+            path = folder / files[0].filename
+            if mmproj and takes_pictures(path):
+                others = {file.filename: file for file in listed}
+                best = mmproj_of(files[0].filename, others, f"{id} on the hub")
+                fetch([others[best]] if best is not None else [])
+            return path
 
 
 def _download_tokenizer(id: str) -> Path:
@@ -173,7 +188,7 @@ def _chosen(id: str, quantisation: str | None, files: list[DryRunFileInfo]) -> l
     return [file for file in files if not file.filename.endswith(".gguf")]
 
 
-def _is_complete(id: str, files: list[DryRunFileInfo], cache: Path) -> bool:
+def _is_complete(id: str, files: Sequence[DryRunFileInfo], cache: Path) -> bool:
     """Return whether the cache has all files; if not, say how much is downloaded. LaunchError if it does not fit."""
     need, free = sum(file.file_size or 0 for file in files if file.will_download), shutil.disk_usage(cache).free
     if need > free:
