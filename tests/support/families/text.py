@@ -199,6 +199,7 @@ SHORT = Record(
         "olmo3": tiny("olmo3", 6, (6, 3), hidden=96, inter=200, vocab=777, layers=4),
         "smollm3": tiny("smollm3", 5, (7, 1), hidden=112, inter=200, vocab=777, layers=4),
         "minimax": tiny("minimax_m2", 6, (6, 3), head_dim=24, hidden=112, vocab=777, layers=2, **experts(7, 3, 80)),
+        "mixtral": tiny("mixtral", 10, (6, 3), head_dim=24, hidden=112, vocab=777, layers=2, **experts(7, 3, 80)),
         "glm": tiny("glm4_moe", 7, (6, 3), head_dim=24, hidden=96, inter=200, vocab=777, layers=3, **experts(7, 3, 80)),
         "glm-flash": tiny("glm4_moe_lite", 8, (5, 5), hidden=96, inter=200, vocab=777, layers=2, **experts(7, 3, 80)),
         "next": tiny("qwen3_next", 9, (6, 3), head_dim=32, hidden=96, vocab=777, layers=4, **experts(7, 3, 80))
@@ -217,7 +218,7 @@ SHORT = Record(
             chunked=("mistral", "ministral"),
         ),
     ),
-    averaged=("qwen2-moe", "minimax", "glm", "glm-flash", "next"),
+    averaged=("qwen2-moe", "minimax", "mixtral", "glm", "glm-flash", "next"),
 )
 
 LISTED = ["sliding_attention", "full_attention", "sliding_attention"]

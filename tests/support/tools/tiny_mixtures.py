@@ -1,11 +1,11 @@
-"""Families of tiny checkpoints with mixtures of experts: GLM-4.x, MiniMax-M2, Qwen3-Next (make_tiny.py builds them)."""
+"""Families of tiny checkpoints with mixtures of experts: GLM-4.x, MiniMax-M2, Mixtral, Qwen3-Next (make_tiny.py builds them)."""
 import re
 
 import torch
 from tiny_configs import base_text, dims, moe_keys
 from tiny_weights import split_experts
 
-__all__ = ["draft_layer", "fam_glm4_moe", "fam_glm4_moe_lite", "fam_minimax_m2", "fam_qwen3_next"]
+__all__ = ["draft_layer", "fam_glm4_moe", "fam_glm4_moe_lite", "fam_minimax_m2", "fam_mixtral", "fam_qwen3_next"]
 
 def ids(t): return dict(bos_token_id=t.token_to_id("<|endoftext|>"), eos_token_id=t.token_to_id("<|im_end|>"))
 
@@ -62,6 +62,15 @@ def fam_minimax_m2(a):
                   transformers_version="4.46.1", use_mtp=True, use_qk_norm=True, use_routing_bias=True)
     del c["attention_bias"]
     return dict(style="qwen", d=d, config=c, ids=ids, cls="MiniMaxM2ForCausalLM", tied=False, rename=minimax_names, mtp=draft_layer(d))
+
+def fam_mixtral(a):
+    d = dims(a, hidden=128, heads=6, kv_heads=3, head_dim=24, layers=2, vocab=2048, experts=7, topk=2, moe_inter=80)
+    d.inter = d.moe_inter
+    c = base_text(d, architectures=["MixtralForCausalLM"], model_type="mixtral", head_dim=d.head_dim, num_experts_per_tok=d.topk, num_local_experts=d.experts,
+                  output_router_logits=False, rms_norm_eps=1e-5, rope_theta=1e6, router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False,
+                  torch_dtype="bfloat16", transformers_version="4.36.0.dev0")
+    del c["attention_bias"]
+    return dict(style="qwen", d=d, config=c, ids=ids, cls="MixtralForCausalLM", tied=False, rename=minimax_names)
 
 def fam_qwen3_next(a):
     d = dims(a, hidden=128, heads=6, kv_heads=3, head_dim=32, layers=4, inter=208, vocab=2048, experts=7, topk=3, moe_inter=80)

@@ -1,9 +1,11 @@
-"""Mistral (arXiv 2310.06825), Ministral 3, and the language models of Mistral Small 3.1 and its successors.
+"""Mistral (arXiv 2310.06825), Mixtral, Ministral 3, and the language models of Mistral Small 3.1 and its successors.
 
-Llama without biases, with a window in all layers of the oldest models. Ministral 3 scales queries by their position.
-The directories of newer models have a tower of pictures as well (`mistral3`, pixtral.py).
+Llama without biases, with a window in all layers of the oldest models. Mixtral has mixtures of experts. Ministral 3
+scales queries by their position. The directories of newer models have a tower of pictures as well (`mistral3`,
+pixtral.py).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tilerank.loader.card import ModelCard
@@ -14,9 +16,10 @@ from ..media.missing import missing_for
 from ..media.mistral3 import read_mistral3_settings
 from ..media.settings import read_if_listed
 from .attention import SelfAttention, Temperature
-from .decoder import Decoder, DecoderNames
+from .decoder import Decoder, DecoderNames, FeedForward
 from .gated_mlp import dense_mlps
-from .text_config import read_text_config, read_window
+from .qwen_moe import ExpertsConfig, SparseMLP, read_expert_count
+from .text_config import MAX_WIDTH, read_text_config, read_window
 from .towers.pixtral import PixtralTower, read_pixtral_config
 from .towers.tower import floats_alone
 
@@ -58,6 +61,28 @@ def mistral3(card: ModelCard, sharding: Sharding) -> Decoder:
     return _decoder(card, sharding, names, tower, temperature=_read_temperature(text))
 
 
+def mixtral(card: ModelCard, sharding: Sharding) -> Decoder:
+    """MixtralForCausalLM (arXiv 2401.04088).
+
+    mlp(x) = sum over the chosen experts e of weight_e * w2_e(silu(w1_e(x)) * w3_e(x)); the weights are the softmax of
+    their logits.
+    """
+    fields = card.fields
+    count, hidden = read_expert_count(fields, "num_local_experts", 1), fields.integer("hidden_size", 1, MAX_WIDTH)
+    experts = ExpertsConfig(
+        count=count,
+        top_k=fields.integer("num_experts_per_tok", 1, count),
+        width=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        renormalize=True,
+        dense_layers=frozenset(),
+    )
+
+    def mlp(name: str, _: int) -> SparseMLP:
+        return SparseMLP(name, hidden, experts, sharding, projections=("w1", "w3", "w2"))
+
+    return _decoder(card, sharding, DecoderNames(mlp="block_sparse_moe"), mlp=mlp)
+
+
 def _decoder(
     card: ModelCard,
     sharding: Sharding,
@@ -66,7 +91,9 @@ def _decoder(
     *,
     usual_window: int = 0,
     temperature: Temperature | None = None,
+    mlp: Callable[[str, int], FeedForward] | None = None,
 ) -> Decoder:
+    """mlp: makes those of a layer (dense)."""
     c = read_text_config(card.text, whole=card.fields)
     window = read_window(card.text, card.context_length, usual=usual_window)
 
@@ -82,7 +109,7 @@ def _decoder(
             temperature=temperature,
         )
 
-    return Decoder(card, c, sharding, names, mixer, dense_mlps(c, sharding), tower)
+    return Decoder(card, c, sharding, names, mixer, mlp or dense_mlps(c, sharding), tower)
 
 
 def _read_temperature(c: Fields) -> Temperature | None:
@@ -93,4 +120,4 @@ def _read_temperature(c: Fields) -> Temperature | None:
     return Temperature(beta, rope.integer("original_max_position_embeddings", 1, _MAX_POSITIONS))
 
 
-MODELS = {"mistral": mistral, "ministral3": ministral3, "mistral3": mistral3}
+MODELS = {"mistral": mistral, "ministral3": ministral3, "mistral3": mistral3, "mixtral": mixtral}

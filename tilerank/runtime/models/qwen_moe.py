@@ -15,7 +15,7 @@ from tilerank.kernels.delta import sigmoid_gate_
 from tilerank.kernels.moe import softmax_top_k
 from tilerank.loader.card import ModelCard
 from tilerank.loader.fields import Fields
-from tilerank.parallel.experts import FusedOrder, ParallelExperts
+from tilerank.parallel.experts import EXPERT_PROJECTIONS, FusedOrder, ParallelExperts
 from tilerank.parallel.linear import ReplicatedLinear
 from tilerank.parallel.sharding import Sharding
 
@@ -66,15 +66,29 @@ def read_experts_config(c: Fields, num_layers: int) -> ExpertsConfig:
 
 
 class SparseMLP(FeedForward):
-    """A router and its experts."""
+    """A router and its experts. fused, projections: as in ParallelExperts."""
 
     def __init__(
-        self, name: str, hidden: int, experts: ExpertsConfig, sharding: Sharding, *, fused: FusedOrder | None = None
+        self,
+        name: str,
+        hidden: int,
+        experts: ExpertsConfig,
+        sharding: Sharding,
+        *,
+        fused: FusedOrder | None = None,
+        projections: tuple[str, str, str] = EXPERT_PROJECTIONS,
     ) -> None:
         # Whole on every rank: all ranks compute the same bits and so choose the same experts.
         self.router = ReplicatedLinear(f"{name}.gate", hidden, experts.count, sharding)
         self.experts = ParallelExperts(
-            f"{name}.experts", hidden, experts.width, experts.count, sharding, top_k=experts.top_k, fused=fused
+            f"{name}.experts",
+            hidden,
+            experts.width,
+            experts.count,
+            sharding,
+            top_k=experts.top_k,
+            fused=fused,
+            projections=projections,
         )
         self.top_k = experts.top_k
         self.renormalize = experts.renormalize
