@@ -88,6 +88,7 @@ def _gemma4(c: Fields) -> Fields:
 
 
 _FIELDS: dict[str, Callable[[Fields], Fields]] = {
+    "llama": lambda c: {"expert_count": c["num_local_experts"]},
     "qwen3vl": lambda _: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
     "qwen3vlmoe": lambda _: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
     "mistral3": lambda c: (

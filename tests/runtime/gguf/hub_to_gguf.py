@@ -51,6 +51,7 @@ _DELTA = _POST_NORM | {
 _NAMES: dict[str, dict[str, str]] = {
     "qwen3vl": {"self_attn.qkv": "attn_qkv"},
     "qwen3vlmoe": _EXPERTS,
+    "llama": _EXPERTS,
     "mistral3": {},
     "gemma3": _GEMMA,
     "qwen2moe": _EXPERTS,
@@ -70,6 +71,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "self_attn.q_b_proj": "attn_q_b",
         "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
         "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
         "self_attn.k_b_proj": "attn_k_b",
         "self_attn.v_b_proj": "attn_v_b",
     },
@@ -227,7 +229,7 @@ def _delta_net(tensors: Tensors, fields: Fields, *, tiled: bool) -> Tensors:
     return found
 
 
-def _minimax(tensors: Tensors) -> Tensors:
+def _mixtral(tensors: Tensors) -> Tensors:
     """Return all tensors, with the names of other mixtures."""
     renamed = {
         "w1": "gate_proj",
@@ -248,12 +250,13 @@ _TRANSFORMS: dict[str, Callable[[Tensors, Fields], Tensors]] = {
     "qwen3vlmoe": lambda t, _: _split_gate_up(
         {n: one.transpose(1, 2) if ".experts." in n else one for n, one in t.items()}
     ),
+    "llama": lambda t, c: _pair_rows(_mixtral(t), c),
     "mistral3": lambda t, c: _pair_rows({n.removeprefix("language_model."): one for n, one in t.items()}, c),
     "gemma3": lambda t, _: _plus_one(t),
     "qwen2moe": lambda t, _: {n: one[0] if n.endswith("shared_expert_gate.weight") else one for n, one in t.items()},
-    "minimax-m2": lambda t, _: _minimax(t),
+    "minimax-m2": lambda t, _: _mixtral(t),
     "gpt-oss": lambda t, _: _split_interleaved(t),
-    "deepseek2": _split_kv_b,
+    "deepseek2": lambda t, c: t if c["q_lora_rank"] is None else _split_kv_b(t, c),  # old files and new ones
     "qwen3next": lambda t, c: _delta_net(t, c, tiled=False),
     "qwen35": lambda t, c: _delta_net(t, c, tiled=True),
     "qwen35moe": lambda t, c: _delta_net(t, c, tiled=True),

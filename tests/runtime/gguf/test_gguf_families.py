@@ -42,6 +42,7 @@ DELTA: Dims = {"heads": 6, "kv_heads": 3, "head_dim": 32, "config": KINDS}
 MIXTURE = experts(5, 3, 96)
 MODELS: dict[str, tuple[str, str, Dims]] = {
     "qwen3vl": ("qwen3vl", "qwen3", {"heads": 6, "kv_heads": 3, "head_dim": 32}),
+    "mixtral": ("llama", "mixtral", {"heads": 6, "kv_heads": 3, "head_dim": 32, **MIXTURE}),
     "mistral3": ("mistral3", "mistral3", {"heads": 5, "kv_heads": 1, "head_dim": 32}),
     "gemma3": ("gemma3", "gemma3_text", {"heads": 4, "kv_heads": 1, "config": {"query_pre_attn_scalar": 32}}),
     "qwen2moe": ("qwen2moe", "qwen2_moe", {"heads": 6, "kv_heads": 3, **MIXTURE}),
@@ -49,6 +50,11 @@ MODELS: dict[str, tuple[str, str, Dims]] = {
     "minimax-m2": ("minimax-m2", "minimax_m2", {"heads": 6, "kv_heads": 3, "head_dim": 32, **MIXTURE}),
     "gpt-oss": ("gpt-oss", "gpt_oss", {"heads": 6, "kv_heads": 3, "inter": 96}),
     "deepseek2": ("deepseek2", "deepseek_v3", {"heads": 5, "experts": 8, "topk": 3, "moe_inter": 96}),
+    "deepseek2-old": (
+        "deepseek2",
+        "deepseek_v3",
+        {"heads": 5, "experts": 8, "topk": 3, "moe_inter": 96, "config": {"q_lora_rank": None}},
+    ),
     "qwen3next": ("qwen3next", "qwen3_next", {**DELTA, **MIXTURE, **delta_nets(3, 6, 32, 64)}),
     # A block of Q4_K (256 columns) spans two value heads of 128, which are not neighbours on the hub.
     "qwen35": ("qwen35", "qwen3_5", {**DELTA, "text_alone": True, "tied": False, **delta_nets(2, 4, 32, 128)}),
@@ -128,7 +134,7 @@ def test_logits_are_those_of_the_directory(scored: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("restored")
-@pytest.mark.parametrize("name", ["qwen35", "deepseek2"])
+@pytest.mark.parametrize("name", ["qwen35", "deepseek2", "deepseek2-old"])
 def test_blocks_are_held_as_they_are(scored: Path, name: str) -> None:
     """The second of two ranks holds exactly the values of its rows and columns, in the order of the hub."""
     card, wanted = read_card(scored / f"{name}.gguf"), load_file(scored / name / "model.safetensors")

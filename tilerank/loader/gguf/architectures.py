@@ -8,14 +8,15 @@ from .architecture import COMMON_NAMES, HEAD_NORMS, Architecture, Keys, Tower, d
 from .delta_nets import DELTA_NETS
 from .file import GGUFFile
 from .gemma import GEMMAS
-from .mixtures import MIXTURES
+from .mixtures import MIXTRAL_EXPERTS, MIXTURES
 from .towers import QWEN_TOWER
 
 
 def _llama(gguf: GGUFFile) -> dict[str, Any]:
     keys = Keys(gguf)
     if experts := keys.integer("expert_count", 0):
-        raise keys.fail("expert_count", f"0 (Mixtral is not supported), found {experts}")
+        mixture = {"num_local_experts": experts, "num_experts_per_tok": keys.integer("expert_used_count")}
+        return decoder_config(gguf, "mixtral") | mixture
     biases = {"attention_bias": has_biases(gguf, "attn_q"), "mlp_bias": has_biases(gguf, "ffn_gate")}
     return decoder_config(gguf, "llama") | biases
 
@@ -43,7 +44,7 @@ def _qwen3(gguf: GGUFFile) -> dict[str, Any]:
 _QWEN3 = {**COMMON_NAMES, **HEAD_NORMS}
 
 _ARCHITECTURES = {
-    "llama": Architecture(_llama, COMMON_NAMES, orders=paired_heads),
+    "llama": Architecture(_llama, {**COMMON_NAMES, **MIXTRAL_EXPERTS}, orders=paired_heads),
     "mistral3": Architecture(_mistral3, COMMON_NAMES, orders=paired_heads),
     "qwen2": Architecture(_qwen2, COMMON_NAMES),
     "qwen3": Architecture(_qwen3, _QWEN3),

@@ -26,6 +26,13 @@ EXPERTS: Names = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
     "ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
 }
+MIXTRAL_EXPERTS: Names = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_gate_up_exps": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+}
 SHARED_EXPERT = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -184,11 +191,7 @@ MIXTURES = {
         {
             **COMMON_NAMES,
             **HEAD_NORMS,
-            "ffn_gate_inp": "block_sparse_moe.gate",
-            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-            "ffn_gate_up_exps": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+            **MIXTRAL_EXPERTS,
             "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
         ends=(*USUAL_ENDS, "[e~["),
