@@ -177,14 +177,19 @@ def _write_checkpoint(model_dir: Path, config: dict[str, Any], seed: int) -> lis
 
 
 def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that tilerank's model of this config loads, by name."""
+    """Return the shape of every tensor that tilerank's model of this config loads, by name.
+
+    Experts are in one tensor where the family publishes them so.
+    """
     import torch
 
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model, read_supported_card
 
     model = build_model(read_supported_card(model_dir), Sharding(0, 1, torch.bfloat16, None))
-    return {rectangle.name: rectangle.shape for rectangle in model.rectangles()}
+    return dict(
+        (one.places[0].name, one.places[0].shape) if one.places else (one.name, one.shape) for one in model.rectangles()
+    )
 
 
 def _copy_tokenizer(model_dir: Path, config: dict[str, Any], processor: PublicProcessor) -> str:
