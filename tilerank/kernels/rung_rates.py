@@ -33,6 +33,7 @@ from .weight_formats import (
     Int4A8,
     Int8,
     Mxfp4,
+    Nvfp4,
     TokenInt8,
 )
 
@@ -51,6 +52,7 @@ _FORMATS: tuple[Format, ...] = (
     Int4(64),
     Int4A8(64),
     Mxfp4(),
+    Nvfp4(),
     Fp8(128, 128),
     BlockInt8(128, 128),
     ChannelFp8(),

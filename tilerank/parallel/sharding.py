@@ -149,10 +149,11 @@ class Sharding:
 
     def _fitted(self, stored: Format, name: str, row: int, column: int) -> Format:
         fitted, blocks = fit_blocks(stored, row, column)
-        if any(block % TILE for block in blocks):
+        tile = stored.tile_inputs if isinstance(stored, OutputScaledFormat) else TILE
+        if any(block % tile for block in blocks):
             raise ShardError(
                 f"{name}: cannot be cut over {self.size} ranks: the part of rank {self.rank} begins at row {row}, "
-                f"column {column}, expected a multiple of {TILE} within the blocks of {stored}"
+                f"column {column}, expected a multiple of {tile} within the blocks of {stored}"
             )
         return fitted
 

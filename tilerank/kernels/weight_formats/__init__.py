@@ -18,6 +18,7 @@ from .int4 import Int4 as Int4
 from .int4_a8 import Int4A8 as Int4A8
 from .int8 import Int8 as Int8
 from .mxfp4 import Mxfp4 as Mxfp4
+from .nvfp4 import Nvfp4 as Nvfp4
 from .output_scaled import OutputScaledFormat as OutputScaledFormat
 from .output_scaled import OutputScaledWeight as OutputScaledWeight
 from .token_int8 import TokenInt8 as TokenInt8
@@ -29,6 +30,7 @@ LAYOUTS = (
     Int4.layout,
     Int4A8.layout,
     Mxfp4.layout,
+    Nvfp4.layout,
     Fp8.layout,
     BlockInt8.layout,
     ChannelFp8.layout,

@@ -68,12 +68,10 @@ class BlockScaledWeight(ABC):
 
     def scratch(self, m: int) -> int:
         """Return the bytes for packed rows of x; with few rows every thread packs them for itself."""
-        k, kind = round_up(self.k, TILE_K), self.format.layout.format
-        if core.packs_per_thread(kind, m):
-            return 0
-        if core.rung_of(kind) == "amx":
-            return round_up(m, TILE_ROWS) * k * 2
-        return m * (k + k // TILE_K) * 4  # in fp32, with at most one sum per scale block
+        kind = self.format.layout.format
+        if core.rung_of(kind) == "amx" and not core.packs_per_thread(kind, m):
+            return round_up(m, TILE_ROWS) * round_up(self.k, TILE_K) * 2
+        return scratch_in_vectors(kind, m, self.k, TILE_K)
 
     def product(self, x: Tensor) -> Tensor:
         return reference.product(x.to(torch.bfloat16), self.unpack())
@@ -82,7 +80,15 @@ class BlockScaledWeight(ABC):
     def unpack(self) -> Tensor: ...
 
 
-def check_unit(where: str, name: str, unit: int) -> None:
-    """Raise KernelError unless `unit` is a positive multiple of TILE_K."""
-    if unit < TILE_K or unit % TILE_K:
-        raise KernelError(f"{where}: {name}: expected a multiple of {TILE_K}, found {unit}")
+def scratch_in_vectors(kind: str, m: int, k: int, group: int) -> int:
+    """Return the bytes of `Weight.scratch` for products in vectors. group: the fewest inputs that share a scale."""
+    if core.packs_per_thread(kind, m):
+        return 0
+    k = round_up(k, TILE_K)
+    return m * (k + k // group) * 4  # in fp32, with a sum for each group
+
+
+def check_unit(where: str, name: str, unit: int, tile: int = TILE_K) -> None:
+    """Raise KernelError unless `unit` is a positive multiple of the inputs of a tile."""
+    if unit < tile or unit % tile:
+        raise KernelError(f"{where}: {name}: expected a multiple of {tile}, found {unit}")

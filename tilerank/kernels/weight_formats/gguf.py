@@ -20,9 +20,9 @@ from .. import core
 from ..contract import Contract
 from ..errors import KernelError
 from ..reference import ops as reference_ops
-from ..weight import BLOCK_N, Layout, Operands, chosen_blocks, round_up
+from ..weight import BLOCK_N, Layout, Operands, chosen_blocks
 from . import block_scaled
-from .block_scaled import HALF_N, TILE_K
+from .block_scaled import HALF_N
 from .byte_codes import pack_bytes, unpack_bytes
 from .checks import check_rectangle, check_sizes
 
@@ -158,10 +158,7 @@ class GgufWeight(block_scaled.BlockScaledWeight):
     format: Gguf
 
     def scratch(self, m: int) -> int:
-        if core.packs_per_thread(self.format.layout.format, m):
-            return 0
-        k = round_up(self.k, TILE_K)
-        return m * (k + k // self.format.parts.group) * 4  # in fp32, with a sum for each group
+        return block_scaled.scratch_in_vectors(self.format.layout.format, m, self.k, self.format.parts.group)
 
     def write(self, rows: Tensor, row: int = 0, col: int = 0) -> None:
         raise KernelError(

@@ -74,16 +74,19 @@ class Int4Weight(OutputScaledWeight):
         return self.values if self.is_plain else (unpack_nibbles(self.values, self.n, self.k) ^ 8).to(torch.int8) - 8
 
 
-def nibble_values(n: int, k: int, k_block: int) -> tuple[int, ...]:
-    """Return the shape of the packed codes of a weight[n, k]: [n, k] where kernels run in plain torch."""
+def nibble_values(n: int, k: int, k_block: int, tile: int = TILE_K) -> tuple[int, ...]:
+    """Return the shape of the packed codes of a weight[n, k]: [n, k] where kernels run in plain torch.
+
+    tile: inputs of a tile.
+    """
     if core.isa() == "reference":
         return n, k
-    return block_scaled.blocks(n), -(-k // k_block), k_block // TILE_K, 2, TILE_BYTES
+    return block_scaled.blocks(n), -(-k // k_block), k_block // tile, 2, HALF_N * tile // 2
 
 
 def unpack_nibbles(values: Tensor, n: int, k: int) -> Tensor:
     """Return packed codes as numbers from 0 to 15, [n, k] uint8."""
     # [blocks, tiles, halves, lines, outputs, inputs of a pair, bytes, nibbles]
-    data = values.reshape(values.shape[0], -1, 2, 4, 16, 2, 2)
+    data = values.reshape(values.shape[0], -1, 2, values.shape[-1] // 64, 16, 2, 2)
     nibbles = torch.stack([data & 15, data >> 4], -1)
     return nibbles.permute(0, 2, 4, 1, 3, 6, 7, 5).reshape(data.shape[0] * BLOCK_N, -1)[:n, :k]

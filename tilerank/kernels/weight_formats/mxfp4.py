@@ -26,7 +26,7 @@ _QUANTISE = Contract(
     "quantise_mxfp4: rows[r, k]:f32 -> codes[r, (k + 31) // 32 * 32]:u8 exponents[r, (k + 31) // 32]:u8",
     reference.quantise_mxfp4,
 )
-_PACK = Contract("Mxfp4Weight.write_codes: w.values codes row:int col:int", kernel="pack_mxfp4")
+_PACK = Contract("E2m1Weight.write_codes: w.values codes row:int col:int", kernel="pack_e2m1")
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,15 @@ class Mxfp4(OutputScaledFormat):
         return reference.powers_of_two(stored)
 
 
-@dataclass(frozen=True)
-class Mxfp4Weight(OutputScaledWeight):
-    """Where kernels run in plain torch, `values` are the codes, [n, k] uint8."""
-
-    def quantise(self, rows: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        codes, exponents = _QUANTISE.run(rows.contiguous())
-        return codes, exponents, None
+class E2m1Weight(OutputScaledWeight):
+    """A weight of codes of E2M1. Where kernels run in plain torch, `values` are the codes, [n, k] uint8."""
 
     def write_codes(self, codes: Tensor, row: int = 0, col: int = 0) -> None:
         """Pack codes[r, c] uint8, 0 to 15, into weight[row : row + r, col : col + c]."""
+        name = f"{type(self).__name__}.write_codes"
         if codes.dtype is not torch.uint8:
-            raise KernelError(f"Mxfp4Weight.write_codes: codes: expected uint8, found {codes.dtype}")
-        check_rectangle("Mxfp4Weight.write_codes: codes", codes, (self.n, self.k), (row, col))
+            raise KernelError(f"{name}: codes: expected uint8, found {codes.dtype}")
+        check_rectangle(f"{name}: codes", codes, (self.n, self.k), (row, col))
         if self.is_plain:
             self.values[row : row + codes.shape[0], col : col + codes.shape[1]] = codes
             return
@@ -71,3 +67,10 @@ class Mxfp4Weight(OutputScaledWeight):
         """Return what the codes stand for, [n, k] float32."""
         codes = self.values if self.is_plain else unpack_nibbles(self.values, self.n, self.k)
         return reference.E2M1[codes.int()]
+
+
+@dataclass(frozen=True)
+class Mxfp4Weight(E2m1Weight):
+    def quantise(self, rows: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        codes, exponents = _QUANTISE.run(rows.contiguous())
+        return codes, exponents, None

@@ -1,5 +1,5 @@
-"""The common part of formats with a scale for each output and group of inputs: int4, mxfp4, int8 in groups, fp8 by
-channel.
+"""The common part of formats with a scale for each output and group of inputs: int4, mxfp4, nvfp4, int8 in groups, fp8
+by channel.
 
     value = (code - zero) * scale
 
@@ -21,6 +21,7 @@ from ..contract import Contract
 from ..errors import KernelError
 from ..weight import BLOCK_N, Layout, Operands, chosen_blocks
 from . import block_scaled
+from .block_scaled import TILE_K
 from .checks import check_rectangle, check_sizes, packable
 
 SCALE_UNIT = 1 / 256
@@ -39,13 +40,15 @@ def output_scaled_layout(format: str, tile_bytes: int, scale: str) -> Layout:
 
 @dataclass(frozen=True)
 class OutputScaledFormat(ABC):
-    """One scale per output and `group` inputs, a multiple of 32, or per output alone (0); optionally zero points."""
+    """One scale per output and `group` inputs, or per output alone (0); optionally zero points."""
 
     group: int
     zero_points: bool = False
 
     layout: ClassVar[Layout]
     scale_dtype: ClassVar[torch.dtype] = torch.float16
+    tile_inputs: ClassVar[int] = TILE_K
+    """Groups are multiples of this."""
 
     activations = torch.bfloat16
     operands: ClassVar[Operands] = "bf16"
@@ -77,7 +80,7 @@ class OutputScaledFormat(ABC):
         """Return the shapes and dtypes of values, scales and zero points."""
         name = type(self).__name__
         check_sizes(name, n, k)
-        block_scaled.check_unit(name, "group", self.k_block)
+        block_scaled.check_unit(name, "group", self.k_block, self.tile_inputs)
         by_group = block_scaled.blocks(n), -(-k // self.group) if self.group else 1, BLOCK_N
         zeros = [(by_group, torch.int8)] if self.zero_points else []
         return [self.values(n, k), (by_group, self.scale_dtype), *zeros]

@@ -1,11 +1,12 @@
-// The memory layout of block-scaled weights (int4, mxfp4, fp8, int8), the same for every compiled rung. A K-block is a
-// run of inputs that share a scale. As in pack.h, a weight consists of blocks of 32 outputs, each stored sequentially
-// over k as tiles of 32 inputs in two halves of 16 outputs. Values and scales are separate arrays:
+// The memory layout of block-scaled weights (int4, mxfp4, nvfp4, fp8, int8), the same for every compiled rung. A
+// K-block is a run of inputs that share a scale. As in pack.h, a weight consists of blocks of 32 outputs, each stored
+// sequentially over k as tiles of 32 inputs in two halves of 16 outputs. Values and scales are separate arrays:
 //
 //   values: u8 [n / 32][K-blocks][tiles of 32 inputs of a K-block][2][bytes of a tile of 16 outputs]
 //     int4: [4 lines][32 words][4 nibbles]   nibble j of word w of line l: output w / 2, input 8 l + 2 j + w % 2, as
 //                                            code - 8 in two's complement, so that zeroed memory stands for 0
 //     mxfp4: the same with the codes of E2M1: a sign above 0, 0.5, 1, 1.5, 2, 3, 4 and 6
+//     nvfp4: the same in tiles of 16 inputs: [2 lines][32 words][4 nibbles]
 //     fp8, int8: [8 lines][4][2 pairs][8 bytes]   byte b of pair p of part q of line l: output 4 q + b / 2, input
 //                                            4 l + 2 p + b % 2, the order that interleaving two registers restores
 //   scales:
@@ -13,8 +14,10 @@
 //                       exactly
 //     channel fp8: f32 [n / 32][1][32 outputs]; one scale may stand for all K-blocks in the two formats above, too
 //     mxfp4: u8 [n / 32][K-blocks][32 outputs], exponents (E8M0): e means 2^(e - 127), 255 NaN
+//     nvfp4: u8 [n / 32][K-blocks][32 outputs], magnitudes of e4m3 without NaN
 //     fp8, block int8: f32 [n / 32][K-blocks]
 //   zeros (int4 and group int8, optional): i8, as the scales: the value that stands for 0; default: 0
+//   factors (nvfp4): f32 [n / 32][32 outputs], by which the scales of an output are multiplied
 //
 // output = sum over K-blocks of scale * (sum(x * value) - zero * sum(x)). Values are exact in bf16, so only the sums
 // are rounded, in fp32.
@@ -80,6 +83,14 @@ struct OutputScaledWeight {
   Tensor values, scales, zeros;
 
   OutputScaledWeight from(int64_t block) const { return {values.from(block), scales.from(block), zeros.from(block)}; }
+};
+
+// A scale for each output and each K-block, times a factor of the output.
+struct FactoredWeight {
+  static constexpr const char* kFields = "values scales factors";
+  Tensor values, scales, factors;
+
+  FactoredWeight from(int64_t block) const { return {values.from(block), scales.from(block), factors.from(block)}; }
 };
 
 // A scale for each block of outputs and each K-block.

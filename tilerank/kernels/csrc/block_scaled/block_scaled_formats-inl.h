@@ -85,10 +85,10 @@ struct OutputScales : PackedValues {
   }
 };
 
-// Two codes in a byte. Codes says what they stand for.
-template <class Codes, class Scales>
+// Two codes in a byte. Codes says what they stand for. kGroup: inputs of a tile; expand() takes tiles of 32.
+template <class Codes, class Scales, int64_t kGroup = kTileK>
 struct NibbleCodes : Scales {
-  static constexpr int64_t kTileInputs = kTileK, kPackedTile = 256;
+  static constexpr int64_t kTileInputs = kGroup, kPackedTile = kGroup * kHalfN / 2;
   static constexpr int kExponent = Codes::kExponent;
   static constexpr bool kWaitsForMemory = false;
   static constexpr int kMostRows = kLanes == 16 ? 14 : 3;

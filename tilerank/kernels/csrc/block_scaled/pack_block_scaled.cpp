@@ -32,16 +32,17 @@ struct Rectangle {
   }
 };
 
-// Returns the tile that holds the values of output n for inputs from k on.
-static inline uint8_t* tile_of(const Tensor& values, int64_t n, int64_t k) {
-  return values.row<uint8_t>(n / kBlockN) + (k / kTileK * 2 + n % kBlockN / kHalfN) * values.size[4];
+// Returns the tile of so many inputs that holds the values of output n for inputs from k on.
+static inline uint8_t* tile_of(const Tensor& values, int64_t n, int64_t k, int64_t inputs = kTileK) {
+  return values.row<uint8_t>(n / kBlockN) + (k / inputs * 2 + n % kBlockN / kHalfN) * values.size[4];
 }
 
 // Writes the codes of output n for inputs from k on. Only the low four bits of a code count.
 static void put_int4(const Tensor& values, int64_t n, int64_t k, const uint8_t* codes, int64_t count) {
+  const int64_t inputs = values.size[4] * 2 / kHalfN;  // of a tile
   while (count > 0) {
     const int64_t first = k % 8, some = std::min(8 - first, count);
-    uint8_t* const at = tile_of(values, n, k) + k % kTileK / 8 * 64 + n % kHalfN * 4;
+    uint8_t* const at = tile_of(values, n, k, inputs) + k % inputs / 8 * 64 + n % kHalfN * 4;
     uint32_t word = 0, mask = 0;
     for (int64_t i = 0; i < some; ++i) {
       const int64_t shift = (first + i) % 2 * 16 + (first + i) / 2 * 4;
@@ -246,7 +247,7 @@ TR_ENTRY(pack_int4, Team& team, const Tensor& w_values, const Tensor& codes, int
   pack_codes(w_values, codes, {codes, row, col}, 8, team, put_int4);
 }
 
-TR_ENTRY(pack_mxfp4, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t col) {
+TR_ENTRY(pack_e2m1, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t col) {
   pack_codes(w_values, codes, {codes, row, col}, 0, team, put_int4);
 }
 

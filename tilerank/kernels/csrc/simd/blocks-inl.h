@@ -181,6 +181,18 @@ static inline Vec powers_of_two(const uint8_t* p) {
   return vec_of(max_words(shift_left<23>(exponents), words(0x400000)));  // 2^-127 is subnormal
 }
 
+// The numbers of kLanes fp8 codes (e4m3) without signs and NaN. As f16, the bits of a code mean 2^-8 of its value,
+// subnormals included.
+static inline Vec magnitudes_of_e4m3(const uint8_t* p) {
+#ifdef TR_AVX512
+  const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return Vec{_mm512_cvtph_ps(_mm256_slli_epi16(codes, 7))} * set(256);
+#else
+  const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return Vec{_mm256_cvtph_ps(_mm_slli_epi16(codes, 7))} * set(256);
+#endif
+}
+
 // kLanes halves as floats: the bits of f16, or integers.
 template <class Half>
 static inline Vec floats_of_f16(Half x) {
