@@ -192,7 +192,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size: expected rows and columns from 32 to 4096"),
     (
         COMPRESSED | {"format": "marlin-24"},
-        "format: expected one of pack-quantized, int-quantized, float-quantized, naive-quantized, found 'marlin-24'",
+        "format: expected one of pack-quantized, nvfp4-pack-quantized, int-quantized, float-quantized, "
+        "naive-quantized, found 'marlin-24'",
     ),
     (
         COMPRESSED | {"format": "pack-quantized"} | group(weights=WEIGHTS | {"strategy": "tensor"}),
@@ -210,7 +211,14 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (COMPRESSED | {"config_groups": None}, "config_groups: expected an object, found None"),
     (ROUND | {"packing_format": "auto_round:exl2"}, "packing_format: expected one of auto_round:auto_gptq, "),
-    (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo: expected FP8 or FP8_PER_CHANNEL_PER_TOKEN, found 'NVFP4'"),
+    (
+        MODELOPT | {"quant_algo": "W4A8_AWQ"},
+        "quant_algo: expected one of FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4, found 'W4A8_AWQ'",
+    ),
+    (
+        COMPRESSED | {"format": "nvfp4-pack-quantized"} | group(weights=WEIGHTS | {"type": "float", "num_bits": 4}),
+        "config_groups.group_0.weights.strategy: expected 'tensor_group', found 'channel'",
+    ),
 ]
 
 
@@ -330,8 +338,8 @@ def test_hf_quant_config(tmp_path: Path) -> None:
     assert not found.scheme_of("model.layers.1.self_attn.o_proj")
     assert read_alone(quant_algo=None) is None
     with pytest.raises(ConfigError) as caught:
-        read_alone(quant_algo="NVFP4")
-    expected = "quantization.quant_algo: expected FP8 or FP8_PER_CHANNEL_PER_TOKEN, found 'NVFP4'"
+        read_alone(quant_algo="W4A8_AWQ")
+    expected = "quantization.quant_algo: expected one of FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4, found 'W4A8_AWQ'"
     assert str(caught.value) == f"{where}: {expected}"
     assert read(tmp_path, FP8).scheme.block == (128, 128), "config.json comes first"
 

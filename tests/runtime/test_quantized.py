@@ -30,7 +30,7 @@ IDS = random.Random(1).choices(range(500), k=42)
 BLOCKS = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "moe-awq", "fp8", "moe-fp8"]
 BLOCKS += ["moe-block-int8", "delta-net-fp8", "delta-net-awq", "deepseek-fp8", "deepseek-block-int8"]
 BLOCKS += ["gptq-8", "packed-32", "packed-128-zeros", "moe-packed", "fp8-tensor", "fp8-channel", "moe-fp8-channel"]
-BLOCKS += ["delta-net-packed", "deepseek-awq", "moe-mxfp4"]
+BLOCKS += ["delta-net-packed", "deepseek-awq", "moe-mxfp4", "nvfp4", "moe-nvfp4"]
 INT8 = ["w8a8", "compressed", "moe-w8a8", "deepseek-w8a8", "deepseek-compressed"]
 INT4 = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "moe-awq", "delta-net-awq"]
 INT4 += ["packed-32", "packed-128-zeros", "moe-packed", "delta-net-packed", "deepseek-awq", "vl-awq", "vl-gptq"]

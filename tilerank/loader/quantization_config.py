@@ -13,8 +13,8 @@ from typing import Literal
 
 from .errors import ConfigError
 
-Layout = Literal["awq", "gptq", "packed", "fp8", "int8", "mxfp4", "gguf"]
-Codes = Literal["int8", "int4", "fp8", "mxfp4", "gguf"]
+Layout = Literal["awq", "gptq", "packed", "fp8", "int8", "mxfp4", "nvfp4", "gguf"]
+Codes = Literal["int8", "int4", "fp8", "mxfp4", "nvfp4", "gguf"]
 ActivationBits = Literal[8, 16]
 
 INT4_GROUPS = (32, 64, 128)
@@ -56,8 +56,9 @@ class Scheme:
     awq: X.qweight, X.qzeros, X.scales, packed along the outputs in AWQ's own order. gptq: the same and X.g_idx, codes
     packed along the inputs. packed (compressed-tensors): X.weight_packed along the inputs, X.weight_scale, and
     X.weight_zero_point unless symmetric. fp8 (e4m3) and int8: X.weight, and its scales as X.weight_scale or
-    X.weight_scale_inv. mxfp4 (gpt-oss): X_blocks and X_scales, where X is the weight of all experts of a layer. gguf:
-    blocks of codes with their scales.
+    X.weight_scale_inv. mxfp4 (gpt-oss): X_blocks and X_scales, where X is the weight of all experts of a layer.
+    nvfp4: X.weight_packed or X.weight, X.weight_scale, and X.weight_global_scale or X.weight_scale_2. gguf: blocks of
+    codes with their scales.
     """
 
     layout: Layout
@@ -75,7 +76,7 @@ class Scheme:
 
     @property
     def codes(self) -> Codes:
-        if self.layout in ("fp8", "mxfp4", "gguf"):
+        if self.layout in ("fp8", "mxfp4", "nvfp4", "gguf"):
             return self.layout
         return "int4" if self.bits == 4 else "int8"
 
@@ -89,6 +90,7 @@ class Scheme:
 
 
 MXFP4 = Scheme("mxfp4", 4, (1, 32))
+NVFP4 = Scheme("nvfp4", 4, (1, 16))
 
 
 @dataclass(frozen=True)

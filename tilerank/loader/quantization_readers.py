@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .fields import Fields
-from .quantization_config import MXFP4, Layout, QuantizationConfig, Scheme, bare_names
+from .quantization_config import MXFP4, NVFP4, Layout, QuantizationConfig, Scheme, bare_names
 
 _NEVER = ("embed_tokens",)  # not a projection, also where it is the head as well
 _HEAD = ("lm_head",)
@@ -27,7 +27,8 @@ _BLOCK = (128, 128)
 _LESS_ONE = ("auto_round:auto_gptq", "auto_round:gptq", "auto")
 """The packings of AutoRound in which zero points are stored less one, as in the older of GPTQ's formats."""
 _PACKINGS = (*_LESS_ONE, "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq", "auto_round:awq")
-_PACKED_FORMAT, _BYTE_FORMATS = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
+_PACKED_FORMAT, _NVFP4_FORMAT = "pack-quantized", "nvfp4-pack-quantized"
+_BYTE_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
 
 
 def read_quantization(c: Fields) -> QuantizationConfig | None:
@@ -196,15 +197,19 @@ def _modelopt(c: Fields, exceptions: str = "ignore") -> QuantizationConfig | Non
     """
     if not c.has("quant_algo"):
         return None
-    blocks = {"FP8": _TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": _CHANNEL}
-    if c.text("quant_algo") not in blocks:
-        raise c.fail("quant_algo", " or ".join(blocks))
+    schemes = {
+        "FP8": Scheme("fp8", 8, _TENSOR),
+        "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", 8, _CHANNEL),
+        "NVFP4": NVFP4,
+    }
+    if c.text("quant_algo") not in schemes:
+        raise c.fail("quant_algo", "one of " + ", ".join(schemes))
     names = _names(c, exceptions)
     if any(len(name) > _MAX_PATTERN for name in names):
         raise c.fail(exceptions, f"names of at most {_MAX_PATTERN} characters")
     patterns = [name for name in names if "*" in name]
     return QuantizationConfig(
-        Scheme("fp8", 8, blocks[c.text("quant_algo")]),
+        schemes[c.text("quant_algo")],
         bare_names(*_NEVER, *_HEAD, *(name for name in names if "*" not in name)),
         rules=tuple((fnmatch.translate(pattern), None) for pattern in patterns),
     )
@@ -248,12 +253,14 @@ def _target_pattern(c: Fields, key: str, target: str) -> str:
 def _group_scheme(c: Fields, group: Fields) -> Scheme:
     holder = group if group.has("format") else c
     form = holder.text("format")
-    if form != _PACKED_FORMAT and form not in _BYTE_FORMATS:
-        raise holder.fail("format", "one of " + ", ".join((_PACKED_FORMAT, *_BYTE_FORMATS)))
+    if form not in (_PACKED_FORMAT, _NVFP4_FORMAT, *_BYTE_FORMATS):
+        raise holder.fail("format", "one of " + ", ".join((_PACKED_FORMAT, _NVFP4_FORMAT, *_BYTE_FORMATS)))
     weights = group.object("weights")
     kind = weights.text("type")
     if kind not in ("int", "float"):
         raise weights.fail("type", "int or float")
+    if form == _NVFP4_FORMAT:
+        return _nvfp4(weights)
     strategy = weights.text("strategy") if weights.has("strategy") else "tensor"
     symmetric = weights.flag("symmetric") if weights.has("symmetric") else True
     if form == _PACKED_FORMAT:
@@ -274,6 +281,13 @@ def _group_scheme(c: Fields, group: Fields) -> Scheme:
     if strategy not in ("tensor", "channel"):
         raise weights.fail("strategy", "tensor, channel or block")
     return Scheme("fp8" if kind == "float" else "int8", 8, _CHANNEL if strategy == "channel" else _TENSOR)
+
+
+def _nvfp4(weights: Fields) -> Scheme:
+    """Return the scheme of NVFP4; raise ConfigError for other settings, because it leaves no choice."""
+    for key, value in (("num_bits", 4), ("type", "float"), ("strategy", "tensor_group"), ("group_size", 16)):
+        _expect(weights, key, value)
+    return NVFP4
 
 
 def _layout_key(c: Fields, old: str) -> str:

@@ -14,6 +14,7 @@ from tilerank.parallel.parameters import Rectangle, WeightParameter
 from .checkpoint import Checkpoint
 from .encodings.byte_encoding import ByteEncoding
 from .encodings.mxfp4_encoding import Mxfp4Encoding
+from .encodings.nvfp4_encoding import Nvfp4Encoding
 from .encodings.packed_encoding import AWQ, GPTQ, CompressedInts
 from .encodings.weight_encoding import WeightEncoding
 from .quantization_config import Layout, QuantizationConfig, Scheme
@@ -26,12 +27,13 @@ _ENCODINGS: dict[Layout, type[WeightEncoding]] = {
     "fp8": ByteEncoding,
     "int8": ByteEncoding,
     "mxfp4": Mxfp4Encoding,
+    "nvfp4": Nvfp4Encoding,
 }
 
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale")
 """Ends of the names of scales of a quantised cache, which are not used."""
 
-_UNUSED = ("input_scale", "activation_scale", "input_zero_point", "weight_shape")
+_UNUSED = ("input_scale", "input_global_scale", "activation_scale", "input_zero_point", "weight_shape")
 """Ends of the names of tensors beside codes that are not needed: activations are quantised, if at all, row by row."""
 
 

@@ -6,12 +6,14 @@ modules that are wrong. A weight is quantised if it has codes and a scale beside
     X.weight I8 or F8_E4M3, X.weight_scale or X.weight_scale_inv    the shape of the scale says what shares a scale
     X.qweight I32, X.qzeros, X.scales                               awq or gptq; the settings say which
     X.weight_packed I32, X.weight_scale                             packed
+    X.weight_packed or X.weight U8, X.weight_scale F8_E4M3          nvfp4, if X.weight_global_scale or X.weight_scale_2
+                                                                    is there, too
 
 The experts of a layer are if their weights X have X_blocks U8 and X_scales (mxfp4).
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from math import gcd, prod
 from pathlib import Path
@@ -22,7 +24,7 @@ from .files import is_listed, read_json_object
 from .gguf.file import open_gguf
 from .gguf.names import NamedTensor, named_tensors
 from .headers import StoredTensor, stored_tensors
-from .quantization_config import MXFP4, Layout, QuantizationConfig, Scheme
+from .quantization_config import MXFP4, NVFP4, Layout, QuantizationConfig, Scheme
 from .quantization_readers import read_hf_quant_config, read_quantization
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -31,6 +33,7 @@ _FLOATS = ("BF16", "F16", "F32", "F64")
 _LAYOUTS: dict[str, Layout] = {"I8": "int8", "F8_E4M3": "fp8"}
 _CODED = (*_LAYOUTS, *_FLOATS)
 _SCALES = ("weight_scale", "weight_scale_inv")
+_OF_NVFP4 = ("weight_global_scale", "weight_scale_2")
 _GGUF_UNIT = 32  # columns of the smallest block of any type
 _BLOCK = (128, 128)  # what every published checkpoint has
 _EXPERTS = {"gate_up_proj_blocks": ("gate_proj", "up_proj"), "down_proj_blocks": ("down_proj",)}
@@ -56,10 +59,11 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
         method = None if config is None else str(config.values.get("quant_method"))
         says_so = method == MXFP4.layout
         return QuantizationConfig(MXFP4, stored=experts, overrides=None if says_so else method or "nothing of it")
-    in_bytes, packed = _byte_modules(tensors), _packed_modules(tensors)
+    nvfp4 = _nvfp4_modules(tensors)
+    in_bytes, packed = _byte_modules(tensors), _packed_modules(tensors, nvfp4)
     if packed:
         found: QuantizationConfig | None = _packing(model_dir, config, *next(iter(packed.items())))
-    elif in_bytes:
+    elif in_bytes or nvfp4:
         try:
             found = _settings(model_dir, config)
         except ConfigError:  # those of another format, and out of date: the tensors say all that is needed
@@ -73,6 +77,7 @@ def find_quantization(model_dir: Path, config: Fields | None) -> QuantizationCon
 
     whole = {module: _byte_scheme(tensors, module, said(module)) for module in in_bytes}
     stored = {module: scheme for module, scheme in whole.items() if scheme is not None}
+    stored |= dict.fromkeys(nvfp4, NVFP4)
     for module in packed:
         scheme = said(module)
         assert scheme is not None
@@ -147,12 +152,18 @@ def _byte_modules(tensors: Mapping[str, StoredTensor]) -> list[str]:
     return list(found)
 
 
-def _packed_modules(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Return the names of the modules that have packed codes, and an example of their tensors."""
+def _nvfp4_modules(tensors: Mapping[str, StoredTensor]) -> dict[str, None]:
+    """Return the names of the modules that have scales of both kinds of NVFP4."""
+    modules = (name.rpartition(".") for name in tensors)
+    return {module: None for module, _, end in modules if end in _OF_NVFP4}
+
+
+def _packed_modules(tensors: Mapping[str, StoredTensor], others: Container[str]) -> dict[str, str]:
+    """Return the names of the modules that have packed codes, but for `others`, and an example of their tensors."""
     found: dict[str, str] = {}
     for name in tensors:
         module, _, end = name.rpartition(".")
-        if end in _PACKED:
+        if end in _PACKED and module not in others:
             found.setdefault(module, name)
     return found
 

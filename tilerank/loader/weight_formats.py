@@ -16,6 +16,7 @@ from tilerank.kernels.weight_formats import (
     Int4A8,
     Int8,
     Mxfp4,
+    Nvfp4,
     TokenInt8,
 )
 from tilerank.parallel.sharding import WeightFormats
@@ -86,6 +87,8 @@ def stored_format(scheme: Scheme, activation_bits: ActivationBits = DEFAULT_ACTI
         return BlockInt8(rows, columns) if rows and columns else TokenInt8()
     if scheme.layout == "mxfp4" or scheme.type == "MXFP4":
         return Mxfp4()
+    if scheme.layout == "nvfp4":
+        return Nvfp4()
     if scheme.layout == "gguf":
         return _GGUF[activation_bits](scheme.type, columns)
     # Larger groups are held as several with the same scale, unless there is one alone.

@@ -110,6 +110,7 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, int]] = {
     "llama": (LLAMA, None, 16_060_522_496),
     "llama-w8a8": (LLAMA, compressed("int-quantized", True, strategy="channel"), 9_083_953_152),
     "llama-w4a16": (LLAMA, compressed("pack-quantized", **INT4), 5_700_591_616),
+    "llama-nvfp4": (LLAMA, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, 6_027_748_224),
     "llama-fp8-dynamic": (LLAMA, compressed("float-quantized", True, type="float", strategy="channel"), 9_083_953_152),
     "qwen": (QWEN, None, 16_381_470_720),
     "qwen-awq": (QWEN, AWQ, 6_098_479_104),
@@ -158,6 +159,6 @@ def test_settings_beside_config(tmp_path: Path) -> None:
     where = tmp_path / "hf_quant_config.json"
     where.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
     check(tmp_path, 9_435_705_312)
-    where.write_text(json.dumps({"quantization": settings | {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ConfigError, match=r"hf_quant_config\.json: quantization\.quant_algo: .* found 'NVFP4'"):
+    where.write_text(json.dumps({"quantization": settings | {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.json: quantization\.quant_algo: .* found 'W4A8_AWQ'"):
         read_card(tmp_path)

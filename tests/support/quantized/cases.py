@@ -24,6 +24,8 @@ NEXT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 DEEPSEEK: dict[str, Any] = {"seed": 4, "vocab": 500, "layers": 3, "experts": 6, "topk": 6}
 DEEPSEEK["config"] = {"n_group": 1, "topk_group": 1}
 PARTIAL = {"hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 2, "vocab": 500}
+# Heads of 48 columns and 11 groups of 16 inputs.
+NARROW = {"hidden": 176, "heads": 5, "kv_heads": 5, "head_dim": 48, "inter": 176, "layers": 2, "vocab": 500}
 
 VISION = {"seed": 5, "hidden": 192, "heads": 6, "kv_heads": 3, "head_dim": 64, "inter": 352, "layers": 4, "vocab": 777}
 TOWER = ("model.visual",)
@@ -79,6 +81,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "fp8-channel": ("llama3", PARTIAL, "fp8-compressed", {"scales": torch.bfloat16}),
     "fp8-compressed-block": ("qwen3", PARTIAL, "fp8-compressed", {"strategy": "block"}),
     "moe-mxfp4": ("gpt_oss", {"vocab": 500, "layers": 2, "topk": 5}, "mxfp4", {}),
+    "nvfp4": ("qwen3", NARROW, "nvfp4", {}),
+    "moe-nvfp4": ("qwen3_moe", MIXTURE | {"moe_inter": 80}, "nvfp4", {"by": "modelopt", "keep": ("self_attn",)}),
+    "deepseek-nvfp4": ("deepseek_v3", DEEPSEEK, "nvfp4", {}),
     "next-fp8": ("qwen3_next", NEXT, "fp8", {}),
     "minimax-fp8": ("minimax_m2", MIXTURE | {"layers": 1, "experts": 2, "moe_inter": 160}, "fp8", {}),
     "moe-fp8-channel": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8-compressed", {}),

@@ -275,6 +275,35 @@ def mxfp4(*, keep: list[str]) -> tuple[Callable[[Tensor], Encoded], dict[str, An
     return encoder, {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 
 
+def nvfp4(*, keep: list[str], by: str = "compressed-tensors") -> tuple[Callable[[Tensor], Encoded], dict[str, Any]]:
+    """Scales of 16 columns in e4m3, and one for the whole weight: a divisor (compressed-tensors) or a factor (Model
+    Optimizer). The first of two codes is in the low bits of a byte."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def encoder(weight: Tensor) -> Encoded:
+        divisor = 448 * 6 / weight.abs().max()
+        groups = torch.unflatten(weight, -1, (-1, 16))
+        scales = (groups.abs().amax(-1) / 6 * divisor).to(torch.float8_e4m3fn)
+        each = (scales.float() / divisor)[..., None]
+        steps = torch.where(each > 0, groups / each, 0)
+        codes = (steps.abs()[..., None] - values).abs().argmin(-1)
+        dequantised = (values[codes] * steps.sign() * each).flatten(-2)
+        codes = (codes + 8 * (steps < 0)).to(torch.uint8).flatten(-2)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        if by == "modelopt":
+            parts = {"weight": packed, "weight_scale_2": 1 / divisor, "input_scale": torch.tensor(0.01)}
+        else:
+            parts = {"weight_packed": packed, "weight_global_scale": divisor[None]}
+            parts["input_global_scale"] = torch.tensor([100.0])
+        return parts | {"weight_scale": scales}, dequantised
+
+    if by == "modelopt":
+        return encoder, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", *keep]}
+    weights: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"dynamic": "local"}}
+    return encoder, _compressed("nvfp4-pack-quantized", {"group_0": group}, keep)
+
+
 def _in_blocks(
     weight: Tensor, block: tuple[int, int], most: int, dtype: torch.dtype, powers: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -331,4 +360,5 @@ LAYOUTS: dict[str, Callable[..., tuple[Callable[[Tensor], Encoded], dict[str, An
     "fp8-tensor": fp8_tensor,
     "fp8-compressed": fp8_compressed,
     "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
 }
