@@ -224,6 +224,18 @@ def test_tanh_gate_names_a_wrong_argument() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [0, *WIDTHS])
+def test_clamp_is_exact(rung: str, dtype: torch.dtype, d: int) -> None:
+    x = inside_nan(randn(5, d, dtype=dtype))
+    x[1] = float("nan")
+    for low, high in ((-0.7, 0.4), (-float("inf"), -0.2), (0.1, float("inf"))):
+        bounds = torch.tensor([[low], [high]], dtype=dtype)
+        found = tower_ops.clamp(x, *bounds)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, torch.clamp(x, *bounds), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_mul_rounds_once(rung: str, dtype: torch.dtype) -> None:
     x, y = randn(5, 520, dtype=dtype)[:, :517], randn(5, 530, dtype=dtype, seed=1)[:, 2:519]
     wanted = x * y

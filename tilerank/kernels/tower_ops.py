@@ -1,4 +1,4 @@
-"""More row kernels, for encoders of pictures and sound: LayerNorm, GELU, rotation, gates, and interpolation of rows.
+"""More row kernels, for encoders of pictures and sound: LayerNorm, GELU, rotation, gates, bounds, interpolated rows.
 
 Every argument may be strided as long as its last dimension is contiguous. Activations are float32 or bfloat16. A row's
 result depends on that row alone. A wrong argument raises KernelError naming it, what was expected and what was found.
@@ -78,3 +78,15 @@ def tanh_gate_(x: Tensor, gate: Tensor, shown: Tensor | None = None) -> None:
     whose number is 0 become 0.
     """
     _TANH_GATE.run(x, gate, shown)
+
+
+_CLAMP = Contract("clamp: x[..., d]:f32|bf16 low[1]:x high[1]:x -> out[..., d]:x", reference.clamp)
+
+
+def clamp(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return min(max(x, low), high), which is exact; NaN stays NaN.
+
+    x: [..., d]; low, high: [1] of the same dtype, the first not above the second. Returns [..., d], contiguous. The
+    bounds of Gemma 4's towers.
+    """
+    return _CLAMP(x, low, high)

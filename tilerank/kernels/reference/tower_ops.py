@@ -41,3 +41,8 @@ def tanh_gate_(x: Tensor, gate: Tensor, shown: Tensor | None = None) -> None:
     x *= gate.tanh()
     if shown is not None:
         x[shown == 0] = 0
+
+
+def clamp(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """min(max(x, low), high)"""
+    return torch.clamp(x, low, high).contiguous()

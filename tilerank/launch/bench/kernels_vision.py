@@ -61,6 +61,9 @@ def of_patches() -> Iterator[Entry]:
     y = _bf16(PATCHES, WIDTH)
     gelu = partial(functional.gelu, y, approximate="tanh")
     yield Entry("gelu", f"{PATCHES} x {WIDTH}", Work(2 * y.nbytes), [partial(tower_ops.gelu, y, True)], [gelu])
+    low, high = torch.tensor([-1.0]).bfloat16(), torch.tensor([1.0]).bfloat16()
+    clamp, own = partial(torch.clamp, y, low, high), partial(tower_ops.clamp, y, low, high)
+    yield Entry("clamp", f"{PATCHES} x {WIDTH}", Work(2 * y.nbytes), [own], [clamp])
 
     q, k = _bf16(PATCHES, HEADS, HEAD_DIM), _bf16(PATCHES, HEADS, HEAD_DIM)
     turns = torch.rand(PATCHES, HEAD_DIM // 2) * 6

@@ -1,5 +1,5 @@
-// add, mul, scale, sum_parts, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing else is
-// said.
+// add, mul, scale, clamp, sum_parts, gelu, silu and tanh_gate: element by element, in fp32, rounded once where nothing
+// else is said.
 #ifndef TR_RUNG
 #include "core/entry.h"
 #include "rows/rows.h"
@@ -53,6 +53,20 @@ TR_ENTRY(scale, Team& team, const Tensor& x, float factor) {
     for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
       T* const to = x.as<T>() + row_offset(x, row) + column;
       for_lanes(n, [&](int64_t i, auto lanes) { lanes.store(to + i, lanes.load(to + i) * set(factor)); });
+    });
+  });
+}
+
+// min(max(x, low), high). NaN stays NaN.
+TR_ENTRY(clamp, Team& team, const Tensor& x, const Tensor& low, const Tensor& high, const Tensor& out) {
+  const int64_t d = x.size[x.ndim - 1];
+  for_float(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    const Vec least = set(to_float(*low.as<T>())), most = set(to_float(*high.as<T>()));
+    for_pieces(x, team, [&](int64_t row, int64_t column, int64_t n) {
+      const T* const from = x.as<T>() + row_offset(x, row) + column;
+      T* const to = out.as<T>() + row * d + column;
+      for_lanes(n, [&](int64_t i, auto lanes) { lanes.store(to + i, min(most, max(least, lanes.load(from + i)))); });
     });
   });
 }

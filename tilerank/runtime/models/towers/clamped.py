@@ -9,11 +9,10 @@ the ranks is clamped after the sum over the ranks.
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
-from tilerank.kernels.tower_ops import gelu
+from tilerank.kernels.tower_ops import clamp, gelu
 from tilerank.parallel.linear import GATE_UP, ColumnParallelLinear, RowParallelLinear
 from tilerank.parallel.parameters import Layer, NumberParameter
 from tilerank.parallel.shard import Cut, Span
@@ -35,7 +34,7 @@ class Clamp(Layer):
         self.high = NumberParameter(f"{stored}.{side}_max", sharding.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.clamp(x, self.low.data, self.high.data)
+        return clamp(x, self.low.data, self.high.data)
 
 
 class ClampedQKV(QKVParallelLinear):
