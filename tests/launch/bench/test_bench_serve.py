@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 from command import DEMO, SOON_S, await_true, run
 
+from tilerank.launch.bench import embeddings
 from tilerank.launch.bench.serve import CompletionTiming, measure, rows_of, same_prefix_share, table
 
 
@@ -83,3 +84,20 @@ def test_the_server_ends_with_the_benchmark() -> None:
             return client.connect_ex(("127.0.0.1", int(done.stdout))) == 0
 
     await_true(lambda: not is_listening(), SOON_S, "the server still runs")
+
+
+def test_vectors_of_texts() -> None:
+    """A text takes 1 ms for each letter, and 2 ms in all if it is alone."""
+
+    def embed(texts: Sequence[str]) -> float:
+        return 0.001 * sum(len(text.split()) for text in texts) + (0.002 if len(texts) == 1 else 0)
+
+    args = argparse.Namespace(streams=4, prompt_tokens=10, repeat=3)
+    assert embeddings.measure(embed, args) == pytest.approx({"one_text_s": 0.012, "texts_tokens_per_s": 1000.0})
+    cases = ("--task", "embed", "--dtype", "float32", "--streams", 3, "--prompt-tokens", 20, "--repeat", 1)
+    result = run("bench", "serve", DEMO, *cases, "--json")
+    assert result.status == 0, result.err
+    rows = json.loads(result.out)["rows"]
+    assert [row["what"] for row in rows] == ["one_text_s", "texts_tokens_per_s"]
+    assert all(row["ratio"] == row["http"] / row["offline"] > 0 for row in rows)
+    assert "tokens/s, all texts" in result.err

@@ -2,7 +2,8 @@
 
 The same prompts go to an engine, as token ids in one batch, and then, as text, to `tilerank serve` on loopback with the
 same options. The difference is the cost of HTTP: parsing, tokenising, sockets, events, and the CPU time that these take
-from the ranks. The first token is timed when its event arrives; tokens are counted by the server's `usage`.
+from the ranks. The first token is timed when its event arrives; tokens are counted by the server's `usage`. Of a model
+that embeds texts, embeddings.py measures its vectors.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tilerank.loader.card import read_card
+from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.media.registry import with_options
 
 from ..errors import LaunchError
 from ..options.arguments import whole_number
 from ..options.hub import add_model_argument
+from ..options.model import model_options
 from ..serving.own_server import own_server
+from . import embeddings
 from .harness import add_json_argument, add_repeat_argument, check_json_argument, write_json
 from .rank_job import (
     EngineJob,
@@ -50,6 +54,7 @@ TITLES = {
     "all_tokens_per_s": "tokens/s, all streams",
     "new_prefix_s": "first token, new prefix",
     "same_prefix_s": "first token, cached prefix",
+    **embeddings.TITLES,
 }
 SUFFIX_TOKENS = 24  # of a prompt, after the prefix that two prompts share
 
@@ -98,6 +103,24 @@ def run(args: argparse.Namespace) -> int:
     if is_rank(args):
         return run_as_rank(args, _job(args))
     check_json_argument(args)
+    rows, cpu_s = compare_with_engine(args)
+    if _embeds(args):
+        print(f"{args.model.name}: texts of {args.prompt_tokens} tokens, {args.streams} at the same time")
+        print("\n".join(table(rows)))
+        write_json(args, {"rows": rows})
+        return 0
+    share = same_prefix_share({row["what"]: row["http"] for row in rows})
+    print(f"{args.model.name}: prompts of {args.prompt_tokens} tokens, {args.new_tokens} new tokens each, greedy")
+    print("\n".join(table(rows)))
+    print(f"first token after {args.prefix_tokens} cached prefix tokens: {share:.1%} of the time without the cache")
+    print(f"CPU time of the measuring client: {1e6 * cpu_s:.0f} us per token")
+    write_json(args, {"rows": rows, "same_prefix_share": share, "client_cpu_s_a_token": cpu_s})
+    return 0
+
+
+def compare_with_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
+    """Measure the engine alone and the server. Returns the rows of both, and the client's CPU seconds per token, 0 for
+    a model that embeds texts."""
     _check_length(args)
     offline = run_ranks(args, args.argv)
     load_parser = argparse.ArgumentParser(add_help=False)
@@ -105,19 +128,23 @@ def run(args: argparse.Namespace) -> int:
     _, serve_argv = load_parser.parse_known_args(args.argv[2:])  # without `bench serve`
     sizes = ["--max-total-tokens", str(cache_tokens(args))]
     with own_server([*serve_argv, *sizes]) as address, asyncio.Runner() as runner:
-        client = Client(port_of(address), runner)
-        over_http = measure(client.complete, args)
-        cpu_s = client.cpu_s_per_token
-    rows = rows_of(offline, over_http)
-    print(f"{args.model.name}: prompts of {args.prompt_tokens} tokens, {args.new_tokens} new tokens each, greedy")
-    print("\n".join(table(rows)))
-    print(
-        f"first token after {args.prefix_tokens} cached prefix tokens: "
-        f"{same_prefix_share(over_http):.1%} of the time without the cache"
-    )
-    print(f"CPU time of the measuring client: {1e6 * cpu_s:.0f} us per token")
-    write_json(args, {"rows": rows, "same_prefix_share": same_prefix_share(over_http), "client_cpu_s_a_token": cpu_s})
-    return 0
+        port = port_of(address)
+        if _embeds(args):
+            return rows_of(offline, embeddings.measure(embeddings.embed_over_http(port, runner), args)), 0.0
+        client = Client(port, runner)
+        return rows_of(offline, measure(client.complete, args)), client.cpu_s_per_token
+
+
+def _card(args: argparse.Namespace) -> ModelCard:
+    return with_options(read_card(args.model), model_options(args).family)
+
+
+def _embeds(args: argparse.Namespace) -> bool:
+    """Return whether the model embeds texts. Raises LaunchError for one that scores pairs of them."""
+    pooling = _card(args).pooling
+    if pooling is not None and pooling.task != "embed":
+        raise LaunchError(f"{args.model.name} scores pairs of texts; expected a model that generates or embeds texts")
+    return pooling is not None
 
 
 def measure(complete: Complete, args: argparse.Namespace) -> Metrics:
@@ -180,12 +207,13 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _check_length(args: argparse.Namespace) -> None:
-    longest = max(args.prompt_tokens + args.new_tokens, args.prefix_tokens + SUFFIX_TOKENS + 1)
-    limit = read_card(args.model).context_length
+    longest, names = args.prompt_tokens, "--prompt-tokens"
+    if not _embeds(args):
+        longest = max(args.prompt_tokens + args.new_tokens, args.prefix_tokens + SUFFIX_TOKENS + 1)
+        names = "--prompt-tokens, --new-tokens and --prefix-tokens"
+    limit = _card(args).context_length
     if longest > limit:
-        raise LaunchError(
-            f"--prompt-tokens, --new-tokens and --prefix-tokens: expected at most {limit} positions, found {longest}"
-        )
+        raise LaunchError(f"{names}: expected at most {limit} positions, found {longest}")
 
 
 def cache_tokens(args: argparse.Namespace) -> int:
@@ -201,7 +229,10 @@ def cache_tokens(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> EngineJob:
     def offline(engine: Engine, placement: Placement, ranks: list[RankMemory]) -> Metrics:
-        return measure(_complete_with(engine, Tokenizer(args.model)), args)
+        tokenizer = Tokenizer(args.model)
+        if _embeds(args):
+            return embeddings.measure(embeddings.embed_with(engine, tokenizer), args)
+        return measure(_complete_with(engine, tokenizer), args)
 
     return EngineJob(args, total_tokens=cache_tokens(args), measure=offline)
 
