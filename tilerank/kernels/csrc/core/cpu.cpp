@@ -91,6 +91,14 @@ std::string amx_obstacle() {
   return "";
 }
 
+// The number of the newest rungs that a build for tests leaves out (setup.py). On such a rung, kernels of an older one
+// would run with its scratch memory.
+#ifdef TR_LEFT_OUT
+constexpr int kLeftOut = TR_LEFT_OUT;
+#else
+constexpr int kLeftOut = 0;
+#endif
+
 // A hypervisor may announce instructions that it does not run, so the self-test is guarded against illegal
 // instructions. The handler is installed only during the test, and faults of other threads get the default action.
 thread_local sigjmp_buf* recovery = nullptr;
@@ -120,7 +128,9 @@ std::string find_obstacle(Isa isa) {
   if (isa == Isa::avx512) found = avx512_obstacle();
   if (isa == Isa::avx512_bf16) found = avx512_bf16_obstacle();
   if (isa == Isa::amx) found = amx_obstacle();
-  return found.empty() && isa != Isa::reference ? self_test_obstacle(isa) : found;
+  if (!found.empty() || isa == Isa::reference) return found;
+  if (static_cast<int>(isa) >= kIsas - kLeftOut) return "this build of the core, which is for tests, leaves it out";
+  return self_test_obstacle(isa);
 }
 
 }  // namespace
