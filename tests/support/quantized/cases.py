@@ -99,3 +99,8 @@ def make(case: str, tmp: Path) -> tuple[Path, Path]:
     if not plain.exists():
         encode(make_checkpoint(family, tmp, **dims), out, layout, **options)
     return out, plain
+
+
+def kept(case: str) -> list[str]:
+    """Return parts of the names of the projections that stay floats."""
+    return list(CASES[case][3].get("keep", ()))

@@ -1,11 +1,41 @@
 """The part of transformers in reference.py for models of text alone, whose prompts the job gives: {"prompts": [[id, ...],
-...]}."""
+...]}.
 
+With "int8_inputs_but": [part of a name, ...], `p.int8` has the logits in bfloat16 with inputs of 8 bits (Int8Inputs).
+"""
+
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+PROJECTION = re.compile(r"_proj(_with_mqa)?(\.weight)?$")
+
+
+class Int8Inputs(TorchFunctionMode):
+    """Rounds the inputs of projections to 8 bits, with a scale for each token; products are computed in fp32.
+
+    This is what the settings of w8a8 checkpoints define ("dynamic", by "token"). but: parts of the names of projections
+    whose inputs stay as they are.
+    """
+
+    def __init__(self, model: torch.nn.Module, but: list[str]) -> None:
+        super().__init__()
+        named = [(name, p) for name, p in model.named_parameters() if PROJECTION.search(name)]
+        chosen = [p for name, p in named if not any(part in name for part in but)]
+        self.places = [range(p.data_ptr(), p.data_ptr() + p.nbytes) for p in chosen]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear or not any(args[1].data_ptr() in place for place in self.places):
+            return func(*args, **(kwargs or {}))
+        x, weight, *bias = args
+        scales = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+        rounded = (x.float() / scales).round() * scales
+        return F.linear(rounded, weight.float(), *(b if b is None else b.float() for b in bias)).to(x.dtype)
 
 
 @torch.inference_mode()
@@ -25,4 +55,9 @@ def reference(model_dir: Path, new_tokens: int, job: dict[str, Any]) -> dict[str
                 )[0]
             logits = model(answer[f"{i}.token_ids"][None]).logits[0]
             answer[f"{i}.{str(dtype).removeprefix('torch.')}"] = logits.float()
+    if (but := job.get("int8_inputs_but")) is not None:
+        model.set_experts_implementation("eager")  # by products, which the mode sees
+        with Int8Inputs(model, but):
+            for i in range(len(job["prompts"])):
+                answer[f"{i}.int8"] = model(answer[f"{i}.token_ids"][None]).logits[0].float()
     return answer
