@@ -10,7 +10,7 @@ using Expanded = std::conditional_t<ExpandsToBf16<typename Format::Line>, bf16, 
 
 template <class Format>
 static void expand_tile(const char* tile, int64_t ahead, float* to) {
-  for_pairs<Format>(tile, ahead, [&](int64_t unit, const auto& pairs) {
+  for_pairs<kPanelRows, Format>(tile, ahead, [&](int64_t unit, const auto& pairs) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       store(to + unit * kBlockN + v * kLanes, pairs[v].a);

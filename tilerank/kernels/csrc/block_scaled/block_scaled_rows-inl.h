@@ -146,7 +146,7 @@ template <int R, class Format>
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     for (int64_t i = 0; i < kTileK / Line::kInputs; ++i, tile += 64) {
-      _mm_prefetch(tile + ahead, _MM_HINT_T0);
+      prefetch_weight<R>(tile + ahead);
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs / 2; ++v) {
         const Line line(tile + v * kLanes * 4);
@@ -172,8 +172,9 @@ static inline std::array<Pair, kVecs> pairs_of(const std::array<Line, kVecs>& li
 // front of their loads, which slows reading down.
 constexpr int kLinesAtOnce = kLanes == 16 ? 1 : 8;
 
-// Calls f(unit in the tile, pairs) for every two inputs of a tile, and prefetches the lines `ahead` bytes further.
-template <class Format, class F>
+// Calls f(unit in the tile, pairs) for every two inputs of a tile, which R rows are multiplied with, and prefetches the
+// lines `ahead` bytes further.
+template <int R, class Format, class F>
 [[gnu::always_inline]] static inline void for_pairs(const char* tile, int64_t ahead, const F& f) {
   using Line = typename Format::Line;
   constexpr int64_t kLines = Format::kTileInputs / Line::kInputs, kCacheLines = (Format::kPackedTile + 63) / 64;
@@ -183,7 +184,7 @@ template <class Format, class F>
       const char* const half = tile + v * kLanes / kHalfN * Format::kPackedTile;
       if (v * kLanes % kHalfN == 0) {
         for (int64_t j = i * kCacheLines / kLines; j < (i + 1) * kCacheLines / kLines; ++j) {
-          _mm_prefetch(half + j * 64 + ahead, _MM_HINT_T0);
+          prefetch_weight<R>(half + j * 64 + ahead);
         }
       }
       return Line(half, i, v * kLanes % kHalfN);
@@ -202,7 +203,7 @@ template <int R, class Format>
 [[gnu::always_inline]] static inline void add_codes(const Unit<bf16>* x, const char* tile, int64_t ahead,
                                                     Vec (&sums)[R][kVecs]) {
   if constexpr (in_order<R, Format>) return add_codes_in_order<R, Format>(x, tile, ahead, sums);
-  for_pairs<Format>(tile, ahead, [&](int64_t unit, const auto& pairs) {
+  for_pairs<R, Format>(tile, ahead, [&](int64_t unit, const auto& pairs) {
 #ifdef TR_BF16
     add_unit<R>(x + unit * R, [&](int v) { return pairs[v]; }, sums);
 #else

@@ -140,6 +140,12 @@ const char* isa_name(Isa isa) {
   return names[static_cast<int>(isa)];
 }
 
+const int64_t far_ahead = [] {
+  const Registers vendor = cpuid(0, 0);
+  const bool intel = vendor.b == 0x756e6547 && vendor.d == 0x49656e69 && vendor.c == 0x6c65746e;  // "GenuineIntel"
+  return intel ? 12 << 10 : 0;
+}();
+
 bool follows_streams() {
   static const bool follows = [] {
     const Registers vendor = cpuid(0, 0);

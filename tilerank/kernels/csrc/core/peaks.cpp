@@ -196,7 +196,12 @@ std::vector<double> measure_core_to_core(int core_a, int core_b) {
 
 namespace tilerank::TR_RUNG {
 
-constexpr int64_t kAhead = 2048;  // bytes to prefetch ahead
+// Prefetches what is read after a line: into the first-level cache, and further ahead into the second (cpu.h).
+static inline void prefetch_after(const char* line) {
+  constexpr int64_t kAhead = 2048;
+  _mm_prefetch(line + kAhead, _MM_HINT_T0);
+  _mm_prefetch(line + kAhead + far_ahead, _MM_HINT_T1);
+}
 
 void read_all(const char* data, int64_t bytes) {
   // Each line is loaded in four pieces, to take more instructions. With a single load per line, the reorder buffer
@@ -204,7 +209,7 @@ void read_all(const char* data, int64_t bytes) {
   constexpr int64_t kPiece = 16;
   __m128 sums[4] = {_mm_setzero_ps(), _mm_setzero_ps(), _mm_setzero_ps(), _mm_setzero_ps()};
   for (int64_t i = 0; i + 64 <= bytes; i += 64) {
-    _mm_prefetch(data + i + kAhead, _MM_HINT_T0);
+    prefetch_after(data + i);
     for (int64_t piece = 0; piece < 4; ++piece) {
       sums[piece] = _mm_max_ps(sums[piece], _mm_load_ps(reinterpret_cast<const float*>(data + i + piece * kPiece)));
     }
@@ -216,7 +221,7 @@ void read_all(const char* data, int64_t bytes) {
 void update_all(char* data, int64_t bytes) {
   const Vec one = set(1);
   for (int64_t i = 0; i + 64 <= bytes; i += 64) {
-    _mm_prefetch(data + i + kAhead, _MM_HINT_T0);
+    prefetch_after(data + i);
     float* const line = reinterpret_cast<float*>(data + i);
     for (int64_t lane = 0; lane < 16; lane += kLanes) store(line + lane, load(line + lane) + one);
   }

@@ -9,6 +9,7 @@
 // are stored as code + 128; sums start from the products of the row's codes with -128. Intermediate sums may wrap
 // around.
 
+#include "linear/prefetch-inl.h"
 #include "simd/transpose-inl.h"
 
 namespace tilerank::TR_RUNG {
@@ -128,7 +129,7 @@ template <int R>
   for (int v = 0; v < kInt8VecsAtOnce; ++v) {
 #pragma GCC unroll 4  // when it unrolls more, GCC moves all prefetches in front of the loads
     for (int64_t quad = 0; quad < kInt8TileK / 4; ++quad, ahead.at += ahead.step / 2) {
-      _mm_prefetch(ahead.at, _MM_HINT_T0);
+      prefetch_weight<R>(ahead.at);
       const Ints w = load_ints(weight + v * kInt8BlockStep / 2 + quad * 64);
       for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
         sums[r][v] = add_dot(sums[r][v], w, load_word(x + (quad * R + r) * kQuadBytes));
@@ -145,8 +146,8 @@ template <int R, int64_t kInputs>
   int64_t quads = kInputs / 4;
   asm("" : "+r"(quads));  // of a loop with a known number of steps, GCC keeps the sums in memory
   for (int64_t quad = 0; quad < quads; ++quad, x += R * kQuadBytes, ahead.at += ahead.step) {
-    _mm_prefetch(ahead.at, _MM_HINT_T0);
-    _mm_prefetch(ahead.at + 64, _MM_HINT_T0);
+    prefetch_weight<R>(ahead.at);
+    prefetch_weight<R>(ahead.at + 64);
     dot_quads<R, kInputs * kBlockN / 2>(x, weight + quad * 64, sums);
   }
 }

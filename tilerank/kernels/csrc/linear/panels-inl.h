@@ -6,6 +6,7 @@
 // a block of 32 outputs in registers, or with one half of it after the other. Every sum accumulates over k in order, in
 // one chain across all parts of k. The order does not depend on the number of rows, so neither do the bits of a row.
 
+#include "linear/prefetch-inl.h"
 #include "simd/transpose-inl.h"
 
 namespace tilerank::TR_RUNG {
@@ -47,12 +48,14 @@ struct Prefetch {
   const char* at;
   int64_t step;
 
+  template <int R>
   void fetch() {
-    _mm_prefetch(at, _MM_HINT_T0);
+    prefetch_weight<R>(at);
     at += step;
   }
 };
 struct NoPrefetch {
+  template <int R>
   void fetch() {}
 };
 
@@ -131,8 +134,8 @@ template <int R, int kFirst, int V, class A>
 [[gnu::always_inline]] static inline void add_units(const float* x, const float* weight, int64_t units, A& ahead,
                                                     Vec (&sums)[R][V]) {
   for (int64_t i = 0; i < units; ++i, x += R, weight += kBlockN) {
-    ahead.fetch();
-    if (V == kVecs) ahead.fetch();
+    ahead.template fetch<R>();
+    if (V == kVecs) ahead.template fetch<R>();
     add_unit<R>(x, [&](int v) { return load(weight + (kFirst + v) * kLanes); }, sums);
   }
 }
@@ -188,8 +191,8 @@ template <int R, int kFirst, int V, class A>
                                                     Vec (&sums)[R][V]) {
   const bf16* const end = weight + units / kUnitsOfPair * 32;
   for (const bf16* pair = weight; pair != end; pair += 32, x += R * kUnitsOfPair) {
-    ahead.fetch();
-    if (V == kVecs) ahead.fetch();
+    ahead.template fetch<R>();
+    if (V == kVecs) ahead.template fetch<R>();
     if constexpr (R * V <= kRowsInOrder) {
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) add_pair<R>(x, load_pair(vector_of_pair(pair, kFirst + v)), v, sums);
