@@ -35,6 +35,7 @@ BLOCKS += ["delta-net-packed", "deepseek-awq", "moe-mxfp4", "nvfp4", "moe-nvfp4"
 INT8 = ["w8a8", "compressed", "moe-w8a8", "deepseek-w8a8", "deepseek-compressed"]
 INT4 = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "moe-awq", "delta-net-awq"]
 INT4 += ["packed-32", "packed-128-zeros", "moe-packed", "delta-net-packed", "deepseek-awq", "vl-awq", "vl-gptq"]
+INT4 += ["moe-mxfp4"]
 ACT_ORDER = ["gptq-act-order", "gptq-act-order-symmetric"]
 VISION = ["vl-fp8", "vl-awq", "vl-gptq"]
 CASES = [*BLOCKS, *INT8, *ACT_ORDER, *VISION]

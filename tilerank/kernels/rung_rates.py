@@ -33,6 +33,7 @@ from .weight_formats import (
     Int4A8,
     Int8,
     Mxfp4,
+    Mxfp4A8,
     Nvfp4,
     TokenInt8,
 )
@@ -52,6 +53,7 @@ _FORMATS: tuple[Format, ...] = (
     Int4(64),
     Int4A8(64),
     Mxfp4(),
+    Mxfp4A8(),
     Nvfp4(),
     Fp8(128, 128),
     BlockInt8(128, 128),

@@ -16,6 +16,7 @@ from tilerank.kernels.weight_formats import (
     Int4A8,
     Int8,
     Mxfp4,
+    Mxfp4A8,
     Nvfp4,
     TokenInt8,
 )
@@ -36,6 +37,7 @@ from .quantization_config import (
 _FP8_GROUP = 128  # of what is quantised while loading
 _FP8_BLOCK = (32, 128)  # the smallest number of rows that the kernels have blocks of
 _INT4: dict[ActivationBits, type[Int4]] = {8: Int4A8, 16: Int4}
+_MXFP4: dict[ActivationBits, type[Mxfp4]] = {8: Mxfp4A8, 16: Mxfp4}
 _GGUF: dict[ActivationBits, type[Gguf]] = {8: GgufA8, 16: Gguf}
 
 
@@ -48,7 +50,8 @@ def weight_formats(
     """Return the formats of a model's weights; None if all are floats of `dtype`.
 
     stored: how the checkpoint is quantised, if it is. quantization: what the command asks for; a quantised checkpoint
-    needs none. activation_bits: of the activations that int4 weights and those of GGUF files are multiplied with.
+    needs none. activation_bits: of the activations that weights of int4, of MXFP4 and of GGUF files are multiplied
+    with.
     Raises ConfigError as `check_agreement` does.
     """
     check_agreement(stored, quantization, str(dtype).removeprefix("torch."), activation_bits)
@@ -86,7 +89,7 @@ def stored_format(scheme: Scheme, activation_bits: ActivationBits = DEFAULT_ACTI
     if scheme.layout == "int8":
         return BlockInt8(rows, columns) if rows and columns else TokenInt8()
     if scheme.layout == "mxfp4" or scheme.type == "MXFP4":
-        return Mxfp4()
+        return _MXFP4[activation_bits]()
     if scheme.layout == "nvfp4":
         return Nvfp4()
     if scheme.layout == "gguf":
@@ -102,7 +105,7 @@ def _asked_format(quantization: Quantization, activation_bits: ActivationBits) -
     if quantization.codes == "fp8":
         return ChannelFp8(_FP8_GROUP)
     if quantization.codes == "mxfp4":
-        return Mxfp4()
+        return _MXFP4[activation_bits]()
     zero_points = quantization.zero_points
     return _INT4[activation_bits](
         quantization.group or DEFAULT_INT4_GROUP, DEFAULT_INT4_ZERO_POINTS if zero_points is None else zero_points

@@ -71,6 +71,7 @@ def test_linear_counts_weights_and_agrees_with_torch() -> None:
                 "int4",
                 "int4-g32",
                 "mxfp4",
+                "mxfp4-a8",
                 "int4-a8",
                 "int4-a8-g32",
                 "fp8",

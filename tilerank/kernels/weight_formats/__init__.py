@@ -18,6 +18,7 @@ from .int4 import Int4 as Int4
 from .int4_a8 import Int4A8 as Int4A8
 from .int8 import Int8 as Int8
 from .mxfp4 import Mxfp4 as Mxfp4
+from .mxfp4_a8 import Mxfp4A8 as Mxfp4A8
 from .nvfp4 import Nvfp4 as Nvfp4
 from .output_scaled import OutputScaledFormat as OutputScaledFormat
 from .output_scaled import OutputScaledWeight as OutputScaledWeight
@@ -30,6 +31,7 @@ LAYOUTS = (
     Int4.layout,
     Int4A8.layout,
     Mxfp4.layout,
+    Mxfp4A8.layout,
     Nvfp4.layout,
     Fp8.layout,
     BlockInt8.layout,

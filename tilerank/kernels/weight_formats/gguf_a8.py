@@ -15,10 +15,9 @@ from torch import Tensor
 
 from .. import core
 from ..reference import weight_formats as reference
-from ..weight import TILE_ROWS, Layout, Operands, round_up
+from ..weight import Layout, Operands
 from .gguf import GGUF_TYPES, Gguf, GgufWeight, gguf_layout
-
-_TILE_K = 64  # inputs of a row of an AMX tile
+from .int8_rows import scratch_of_int8_rows
 
 GGUF_A8_LAYOUTS = {type.kind: gguf_layout(type, "_a8") for type in GGUF_TYPES.values()}
 
@@ -40,15 +39,9 @@ class GgufA8(Gguf):
 @dataclass(frozen=True)
 class GgufA8Weight(GgufWeight):
     def scratch(self, m: int) -> int:
-        """Return the bytes for the codes of x, and for a scale and a start of sums for every row and step; with few
-        rows every thread quantises them for itself."""
-        kind, step = self.format.layout.format, self.format.parts.group
-        if core.packs_per_thread(kind, m):
-            return 0
-        if core.rung_of(kind) == "amx":
-            return round_up(m, TILE_ROWS) * round_up(self.k, _TILE_K) // _TILE_K * (_TILE_K + _TILE_K // step * 8)
-        code = 2 if core.rung_of(kind) == "avx2" else 1  # bytes
-        return m * -(-self.k // step) * (step * code + 8)
+        kind = self.format.layout.format
+        code_bytes = 2 if core.rung_of(kind) == "avx2" else 1
+        return scratch_of_int8_rows(kind, m, self.k, self.format.parts.group, code_bytes)
 
     def product(self, x: Tensor) -> Tensor:
         parts = self.format.parts

@@ -13,14 +13,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .. import core
 from ..reference import weight_formats as reference
-from ..weight import TILE_ROWS, Operands, round_up
+from ..weight import Operands
 from . import block_scaled
 from .int4 import TILE_BYTES, Int4, Int4Weight
+from .int8_rows import scratch_of_int8_rows
 from .output_scaled import SCALE_UNIT, output_scaled_layout
-
-_TILE_K = 64  # inputs of a row of an AMX tile
 
 
 @dataclass(frozen=True)
@@ -43,14 +41,7 @@ class Int4A8Weight(Int4Weight):
         return 64 if self.format.k_block % 64 == 0 else 32
 
     def scratch(self, m: int) -> int:
-        """Return the bytes for the codes of x, and for a scale and a start of sums for every row and step; with few
-        rows every thread quantises them for itself."""
-        format = self.format.layout.format
-        if core.packs_per_thread(format, m):
-            return 0
-        if core.rung_of(format) == "amx":
-            return round_up(m, TILE_ROWS) * round_up(self.k, _TILE_K) // _TILE_K * (_TILE_K + _TILE_K // self._step * 8)
-        return m * round_up(self.k, self._step) // self._step * (self._step + 8)
+        return scratch_of_int8_rows(self.format.layout.format, m, self.k, self._step)
 
     def product(self, x: Tensor) -> Tensor:
         zeros = None if self.zeros is None else self._by_group(self.zeros)
@@ -59,7 +50,3 @@ class Int4A8Weight(Int4Weight):
             reference.product_groups(x, self.codes(), scales, zeros, self.format.group or self.k, self._step)
             * SCALE_UNIT
         )
-
-    def _by_group(self, array: Tensor) -> Tensor:
-        """Return array[blocks, groups, 32] as [n, groups]."""
-        return array.transpose(1, 2).flatten(0, 1)[: self.n]

@@ -189,8 +189,11 @@ class OutputScaledWeight(block_scaled.BlockScaledWeight):
 
     def _by_input(self, array: Tensor) -> Tensor:
         """Expand array[blocks, groups, 32] to [n, k]."""
-        plain = array.transpose(1, 2).flatten(0, 1)[: self.n]
-        return plain.repeat_interleave(self.format.group or self.k, 1)[:, : self.k]
+        return self._by_group(array).repeat_interleave(self.format.group or self.k, 1)[:, : self.k]
+
+    def _by_group(self, array: Tensor) -> Tensor:
+        """Return array[blocks, groups, 32] as [n, groups]."""
+        return array.transpose(1, 2).flatten(0, 1)[: self.n]
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         raise KernelError(

@@ -13,6 +13,7 @@ from tilerank.kernels.weight_formats import (
     Int4A8,
     Int8,
     Mxfp4,
+    Mxfp4A8,
     TokenInt8,
 )
 
@@ -26,6 +27,7 @@ WEIGHT_FORMATS: dict[str, Format] = {
     "int4-a8": Int4A8(128),
     "int4-a8-g32": Int4A8(32),
     "mxfp4": Mxfp4(),
+    "mxfp4-a8": Mxfp4A8(),
     "fp8": Fp8(128, 128),
     "channel-fp8": ChannelFp8(),
     "fp8-g128": ChannelFp8(128),

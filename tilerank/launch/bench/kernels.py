@@ -39,6 +39,7 @@ FORMAT_NAMES = (
     "int4-a8",
     "int4-a8-g32",
     "mxfp4",
+    "mxfp4-a8",
     "fp8",
     "channel-fp8",
     "fp8-g128",

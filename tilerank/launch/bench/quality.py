@@ -60,7 +60,7 @@ FORMAT_OPTIONS = {
 FORMAT_OPTIONS |= {
     name + WIDE_ACTIVATIONS: [*options, "--activation-bits", "16"]
     for name, options in FORMAT_OPTIONS.items()
-    if name.startswith("int4") or name == STORED
+    if name.startswith(("int4", "mxfp4")) or name == STORED
 }
 FORMAT_OPTIONS |= {
     name + INT8_CACHE: [*options, "--kv-cache-dtype", "int8"] for name, options in FORMAT_OPTIONS.items()

@@ -211,8 +211,8 @@ def add_format_arguments(parser: argparse._ActionsContainer, dtype: str) -> None
         type=int,
         choices=ACTIVATION_BITS,
         default=DEFAULT_ACTIVATION_BITS,
-        help="int4, also of a checkpoint, and GGUF: bits of the activations that weights are multiplied with: 8, "
-        f"rounded in groups, or 16, bfloat16 as they are (default: {DEFAULT_ACTIVATION_BITS})",
+        help="int4 and mxfp4, also of a checkpoint, and GGUF: bits of the activations that weights are multiplied "
+        f"with: 8, rounded in groups, or 16, bfloat16 as they are (default: {DEFAULT_ACTIVATION_BITS})",
     )
     parser.add_argument(
         "--kv-cache-dtype",

@@ -22,7 +22,7 @@ class RankConfig:
     dtype: of weights, activations and cache: bfloat16 or float32.
     quantization: the projections are quantised while loading (a quantised checkpoint needs no asking), with dtype
         bfloat16.
-    activation_bits: of the activations that weights of int4 and of GGUF files are multiplied with.
+    activation_bits: of the activations that weights of int4, of MXFP4 and of GGUF files are multiplied with.
     kv_dtype: int8 for a quantised cache (kernels/attention.py).
     strategy: how heads are cut (parallel/shard.py).
     kv_split: whether ranks that all hold the whole cache read a part of a context each (parallel/sharding.py).

@@ -88,8 +88,8 @@ class Worker:
             self.card = replace(self.card, context_length=PREFILL_CHUNK)
         products = None
         codes = held_codes(self.card.quantization, config.quantization)
-        if formats is not None and codes in ("int4", "gguf"):
-            name = "GGUF" if codes == "gguf" else codes
+        if formats is not None and codes in ("int4", "mxfp4", "gguf"):
+            name = codes if codes == "int4" else codes.upper()
             products = f"{name} weights are multiplied with activations of {config.activation_bits} bits"
         notes = (*self.card.overruled, products, long_factors_note(self.card.text, self.card.context_length))
         for note in filter(None, notes if group.rank == 0 else ()):

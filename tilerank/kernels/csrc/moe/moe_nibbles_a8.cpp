@@ -1,5 +1,5 @@
-// Fused MoE with int4 weights and int8 activations in AMX tiles. x is quantised, and so is silu(gate) * up, which is
-// kept in fp32 before.
+// Fused MoE with int4 and MXFP4 weights and int8 activations in vectors. x is quantised, and so is silu(gate) * up,
+// which is kept in fp32 before.
 #ifndef TR_RUNG
 #include <array>
 #include <type_traits>
@@ -9,26 +9,23 @@
 #include "core/cpu.h"
 #include "linear/int8.h"
 #include "moe/experts.h"
-#define TR_ONLY_AMX
-#define TR_SOURCE "moe/moe_int4_a8_amx.cpp"
+#define TR_SOURCE "moe/moe_nibbles_a8.cpp"
 #include "simd/foreach_isa.h"
 #else
 #include "simd/blocks-inl.h"
 #include "simd/nibbles-inl.h"
 #include "moe/experts-inl.h"
-#include "linear/gemm_amx-inl.h"
-#include "linear/finish_amx-inl.h"
 #include "linear/int8_rows-inl.h"
 #include "linear/gemm_int8-inl.h"
-#include "linear/gemm_int4-inl.h"
+#include "linear/gemm_nibbles-inl.h"
 #include "linear/int8_stripes-inl.h"
-#include "linear/int8_tiles_amx-inl.h"
-#include "moe/int8_product_amx-inl.h"
+#include "moe/int8_product-inl.h"
 #include "moe/form_product-inl.h"
 
 namespace tilerank::TR_RUNG {
 
-TR_MOE(int4_a8, OutputScaledWeight, RowExperts<FormProduct<Int4Forms, Int8TileProduct> >)
+TR_MOE(int4_a8, OutputScaledWeight, RowExperts<FormProduct<Int4Forms, Int8Product> >)
+TR_MOE(mxfp4_a8, OutputScaledWeight, RowExperts<Int8Product<Mxfp4Form> >)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -1,5 +1,5 @@
-// Products of int8 activations with int4 weights in AMX tiles: rows are quantised at run time, weights expanded to
-// bytes.
+// Products of int8 activations with int4 and MXFP4 weights in AMX tiles: rows are quantised at run time, weights
+// expanded to bytes.
 #ifndef TR_RUNG
 #include <array>
 #include <type_traits>
@@ -11,7 +11,7 @@
 #include "linear/int8.h"
 
 #define TR_ONLY_AMX
-#define TR_SOURCE "linear/linear_int4_a8_amx.cpp"
+#define TR_SOURCE "linear/linear_nibbles_a8_amx.cpp"
 #include "simd/foreach_isa.h"
 
 #else
@@ -23,7 +23,7 @@
 #include "linear/finish_amx-inl.h"
 #include "linear/int8_rows-inl.h"
 #include "linear/gemm_int8-inl.h"
-#include "linear/gemm_int4-inl.h"
+#include "linear/gemm_nibbles-inl.h"
 #include "linear/int8_stripes-inl.h"
 #include "linear/int8_tiles_amx-inl.h"
 #include "linear/int8_linear-inl.h"
@@ -34,6 +34,7 @@ static void linear_int4_a8(const LinearArgs& args, const OutputScaledWeight& w, 
   Int4Forms::with(w, [&]<class Form>(Form) { linear_int8_tiles<Form>(args, w, team); });
 }
 TR_LINEAR(int4_a8, OutputScaledWeight, linear_int4_a8)
+TR_LINEAR(mxfp4_a8, OutputScaledWeight, linear_int8_tiles<Mxfp4Form>)
 
 }  // namespace tilerank::TR_RUNG
 #endif

@@ -1,4 +1,4 @@
-// Products of int8 activations with int4 weights in vectors: rows are quantised at run time.
+// Products of int8 activations with int4 and MXFP4 weights in vectors: rows are quantised at run time.
 #ifndef TR_RUNG
 #include <array>
 #include <type_traits>
@@ -9,7 +9,7 @@
 #include "core/entry.h"
 #include "linear/int8.h"
 
-#define TR_SOURCE "linear/linear_int4_a8.cpp"
+#define TR_SOURCE "linear/linear_nibbles_a8.cpp"
 #include "simd/foreach_isa.h"
 
 #else
@@ -19,7 +19,7 @@
 #include "linear/entries-inl.h"
 #include "linear/int8_rows-inl.h"
 #include "linear/gemm_int8-inl.h"
-#include "linear/gemm_int4-inl.h"
+#include "linear/gemm_nibbles-inl.h"
 #include "linear/int8_stripes-inl.h"
 #include "linear/int8_linear-inl.h"
 
@@ -29,6 +29,7 @@ static void linear_int4_a8(const LinearArgs& args, const OutputScaledWeight& w, 
   Int4Forms::with(w, [&]<class Form>(Form) { linear_int8_vectors<Form>(args, w, team); });
 }
 TR_LINEAR(int4_a8, OutputScaledWeight, linear_int4_a8)
+TR_LINEAR(mxfp4_a8, OutputScaledWeight, linear_int8_vectors<Mxfp4Form>)
 
 }  // namespace tilerank::TR_RUNG
 #endif
