@@ -35,7 +35,9 @@ BLOCKS += ["delta-net-packed", "deepseek-awq", "moe-mxfp4", "nvfp4", "moe-nvfp4"
 INT8 = ["w8a8", "compressed", "moe-w8a8", "deepseek-w8a8", "deepseek-compressed"]
 INT4 = ["awq-32", "awq-128", "awq-keeps-attention", "gptq-32", "gptq-all-columns", "moe-awq", "delta-net-awq"]
 INT4 += ["packed-32", "packed-128-zeros", "moe-packed", "delta-net-packed", "deepseek-awq", "vl-awq", "vl-gptq"]
-INT4 += ["moe-mxfp4"]
+ROUNDED: dict[str, dict[str, Any]] = {case: {"but": kept(case), "group": 0} for case in INT8}
+ROUNDED["moe-mxfp4"] = {"but": ["self_attn"], "group": 32}
+"""By case: how its inputs are rounded to 8 bits (reference_text.Int8Inputs)."""
 ACT_ORDER = ["gptq-act-order", "gptq-act-order-symmetric"]
 VISION = ["vl-fp8", "vl-awq", "vl-gptq"]
 CASES = [*BLOCKS, *INT8, *ACT_ORDER, *VISION]
@@ -47,7 +49,7 @@ SIX = [*DEEPSEEK, "awq-32", "gptq-32", "fp8", "gptq-8", "packed-32", "fp8-channe
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of checkpoints; for each case, `case` and `case-plain` of the dequantised weights, with what
-    tools/reference.py makes of the latter. For INT8, its logits in bf16 have inputs of 8 bits."""
+    tools/reference.py makes of the latter. For ROUNDED, its logits in bf16 have inputs of 8 bits."""
     return made_once(tmp_path_factory, "quantized", make_all)
 
 
@@ -56,14 +58,14 @@ def make_all(out: Path) -> None:
     for case in CASES:
         make(case, out)
         models[f"{case}-plain"] = {"by": "reference_text", "seed": 0, "prompts": [IDS, IDS[:5]]}
-        if case in INT8:
-            models[f"{case}-plain"]["int8_inputs_but"] = kept(case)
+        if case in ROUNDED:
+            models[f"{case}-plain"]["int8_inputs"] = ROUNDED[case]
         if case in VISION:
             models[f"{case}-plain"] = {"by": "reference_vl", "seed": 5}
     run_reference(out, models, NEW_TOKENS)
     for case in CASES:
         wanted = load_file(out / f"{case}-plain.safetensors")
-        if case in INT8:
+        if case in ROUNDED:
             wanted |= {f"{p}.bfloat16": wanted.pop(f"{p}.int8") for p in range(2)}
         save_file(wanted, out / f"{case}.safetensors")
     # A public AWQ file has its settings beside those of the language model.
@@ -104,9 +106,9 @@ def found(request: pytest.FixtureRequest, base: Path) -> dict[str, dict[str, Any
 
 def test_logits(found: dict[str, dict[str, Any]]) -> None:
     """The error is that of bf16 activations alone, which the dequantised weights in bf16 have as well. Int4 also
-    rounds activations to 8 bits, which makes the error a few times larger. So does int8, whose error is that of
-    transformers in bf16 with inputs of 8 bits. The bf16 of transformers has a mean
-    error of up to 0.03 in delta nets of this depth. Mixtures are judged by their median, as in test_conformance.py:
+    rounds activations to 8 bits, which makes the error a few times larger. So do the cases of ROUNDED, whose error is
+    that of transformers in bf16 with inputs of 8 bits. The bf16 of transformers has a mean error of up to 0.03 in delta
+    nets of this depth. Mixtures are judged by their median, as in test_conformance.py:
     where two experts are almost equally probable, bf16 chooses either, with weights of any format (in moe-block-int8
     the mean was 0.46 to 1.8 times that of the plain weights, the median 0.84 to 0.92 times).
     """
@@ -117,7 +119,7 @@ def test_logits(found: dict[str, dict[str, Any]]) -> None:
             assert plain["mean"] <= 1.1 * plain["hf_mean"], case
         else:
             assert plain[average] < (0.035 if case.startswith("delta-net") else 0.02), case
-        if case in INT8:
+        if case in ROUNDED:
             assert coded[average] <= 1.1 * coded[f"hf_{average}"], case
         else:
             assert coded[average] <= (3.5 if case in INT4 else 1.25) * plain[average], case
@@ -129,7 +131,7 @@ def test_greedy_tokens(found: dict[str, dict[str, Any]]) -> None:
     inputs, of which the median row has up to 0.05.
     """
     for name, case in found.items():
-        rounds_inputs = name in (*INT8, "none", "stale")
+        rounds_inputs = name in (*ROUNDED, "none", "stale")
         assert case["lost"] < (2 * case["logits"]["hf_median"] if rounds_inputs else 0.04), name
 
 
