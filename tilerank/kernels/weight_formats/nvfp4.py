@@ -1,7 +1,7 @@
 """NVFP4 weights, 4.5 bits a weight; activations stay bfloat16.
 
 value = code * scale * factor: codes of E2M1 (mxfp4.py), a scale in fp8 (e4m3), not negative, for each output and 16
-inputs, and a factor for each output in float32, of which files have one for a whole weight. Products with codes are
+inputs, and a factor in float32 for each output; files have one factor for a whole weight. Products with codes are
 summed group by group in fp32 and then scaled, so only sums and scales are rounded.
 """
 

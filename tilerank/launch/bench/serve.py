@@ -2,8 +2,8 @@
 
 The same prompts go to an engine, as token ids in one batch, and then, as text, to `tilerank serve` on loopback with the
 same options. The difference is the cost of HTTP: parsing, tokenising, sockets, events, and the CPU time that these take
-from the ranks. The first token is timed when its event arrives; tokens are counted by the server's `usage`. Of a model
-that embeds texts, embeddings.py measures its vectors.
+from the ranks. The first token is timed when its event arrives; tokens are counted by the server's `usage`. A model
+that embeds texts is measured by embeddings.py.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def takes_pictures(model: Path) -> bool:
 def mmproj_of(model: str, files: Iterable[str], where: str) -> str | None:
     """Return the mmproj file that is nearest to a model: in its folder, or else in the next one above it that has any.
 
-    Of several, the one of the type that comes first in _EXACT. None if there is no such file. LaunchError, which begins
-    with `where`, for two of the same type.
+    If there are several, it is the one whose type comes first in _EXACT. None if there is no such file. LaunchError,
+    which begins with `where`, for two of the same type.
     """
     found = [file for file in sorted(files) if is_mmproj(file)]
     folders = (folder for folder in PurePath(model).parents if any(PurePath(file).parent == folder for file in found))

@@ -73,7 +73,7 @@ class _Spans:
         self._model = model
 
     def add(self, request: LoggedRequest) -> None:
-        """Make the span of a request. Those that monitors repeat have none."""
+        """Make the span of a request, unless monitors repeat it."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -48,7 +48,7 @@ class Mistral3Settings:
     def tokens(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tokens of a picture (get_resize_output_image_size).
 
-        Raises MediaError for a picture of which a side would vanish.
+        Raises MediaError for a picture that would lose a side.
         """
         ratio, sides = max(height, width) / self.longest, (height, width)
         if ratio > 1:

@@ -131,7 +131,7 @@ class Worker:
         self._counter = StepCounter(step_bytes)
         self._held: dict[int, RankSequence] = {}
         self.hidden_states: Mapping[int, Tensor] = {}
-        """Those of the last step (HiddenRows.states), valid as long as its logits."""
+        """The hidden states of the last step (HiddenRows.states), valid as long as its logits."""
         self._encodings = RankEncodings(self._model.encoder)
         self.speech: SpeechRank | None = None
         """Computes speech; None if the model does not speak."""
