@@ -128,10 +128,11 @@ static inline void read_line(const int8_t* b, RightPairs<bf16, bf16> (&operands)
 #endif
 
 // Lines to prefetch between the products: `at` advances by `step` bytes with every 16 lanes of the right operand. With
-// step 0 the same line is prefetched again, which costs almost nothing.
+// step 0 the same line is prefetched again, which costs almost nothing. Lines `far` bytes behind `at` are prefetched
+// into the second-level cache (core/cpu.h: far_ahead).
 struct LinePrefetch {
   const char* at;
-  int64_t step;
+  int64_t step, far = 0;
 };
 
 // Right operands, [groups][steps][16 lanes]; a step is one pair.
@@ -188,7 +189,7 @@ static void product_block(LeftRows<A, Dims> rows, const RightOperand<B>& b, int6
   });
   const B* right = b.at + group * b.stride;
   const B* const end = right + b.steps * 16 * kPair<B>;
-  const int64_t stride = b.stride, ahead_step = ahead.step;
+  const int64_t stride = b.stride, ahead_step = ahead.step, far = ahead.far;
   const char* next = ahead.at;
   constexpr int kSteps = kStepsOfLine<A, B>;
   const A* a = rows.at;
@@ -197,6 +198,7 @@ static void product_block(LeftRows<A, Dims> rows, const RightOperand<B>& b, int6
     unroll<G>([&](auto g) {
       read_line(right + g * stride, operands[g]);
       _mm_prefetch(next, _MM_HINT_T0);
+      if constexpr (kLanes == 16 && R <= kRowsAhead) _mm_prefetch(next + far, _MM_HINT_T1);
       next += kSteps * ahead_step;
     });
     unroll<kSteps * R * G>([&](auto i) {

@@ -104,11 +104,19 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
     return page && prefetches_ ? LinePrefetch{page, kPageTokens * values * element() / operands}
                                : LinePrefetch{keys(0, 0), 0};
   }
-  // Few rows: returns what is read at least kAhead bytes after operand n of the chunk. Operands are the keys of every
-  // page and head, then the values.
-  const char* after(int64_t n) const {
+  // Few rows: the prefetch of what is read at least kAhead bytes after operand n of the chunk, and of what is read
+  // far_ahead bytes after that.
+  LinePrefetch ahead_of(int64_t n, int64_t values, int64_t operands) const {
+    LinePrefetch lines = ahead(after(n, kAhead), values, operands);
+    const char* const far = lines.step ? after(n, kAhead + far_ahead) : nullptr;
+    if (far) lines.far = far - lines.at;
+    return lines;
+  }
+  // What is read at least `bytes` after operand n of the chunk. Operands are the keys of every page and head, then the
+  // values. Null if it is not known.
+  const char* after(int64_t n, int64_t bytes) const {
     const int64_t all = pages_ * span_.heads, size = kPageTokens * padded_ * element();
-    n += (kAhead + size - 1) / size;
+    n += (bytes + size - 1) / size;
     if (n < all) return keys(n / span_.heads, n % span_.heads);
     n -= all;
     if (n < all) return values(n / span_.heads, n % span_.heads);
@@ -151,12 +159,13 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
     const char* const from = keys(i, head);
     if (problem_.quantized())
       problem_.fetch_scales(page_[i], task_.kv_head + head);  // one page at a time: many prefetches at once are dropped
-    const char* const next = !many_rows_ ? after(i * span_.heads + head) : i + 1 < pages_ ? keys(i + 1, 0) : nullptr;
+    const char* const next = many_rows_ && i + 1 < pages_ ? keys(i + 1, 0) : nullptr;
     const auto multiply = [&](const auto* keys) {
       constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*keys)>>;
       const int64_t operands = kPageTokens / 16 * dims / x;
-      LinePrefetch lines[] = {ahead(next, dims, operands),
-                              ahead(many_rows_ ? values(i, 0) : nullptr, padded_, operands)};
+      LinePrefetch lines[] = {
+          many_rows_ ? ahead(next, dims, operands) : ahead_of(i * span_.heads + head, dims, operands),
+          ahead(many_rows_ ? values(i, 0) : nullptr, padded_, operands)};
       product(Left{scratch_.q}.from(rows.first), rows.count, RightOperand{keys, kPageTokens / 16, dims / x, 16 * dims},
               {kNothing, 0}, {scratch_.s + rows.first * kScoreStride + i * kPageTokens, kScoreStride}, lines);
     };
@@ -209,7 +218,7 @@ class VectorTask : public VectorSums<VectorScratch<T>> {
     const char* const from = seen_values(i, head);
     const auto multiply = [&](const auto* values) {
       constexpr int64_t x = kPair<std::remove_cvref_t<decltype(*values)>>;
-      LinePrefetch lines[] = {ahead(after((pages_ + i) * span_.heads + head), padded_, padded_ / 16 * kPageTokens / x),
+      LinePrefetch lines[] = {ahead_of((pages_ + i) * span_.heads + head, padded_, padded_ / 16 * kPageTokens / x),
                               ahead(nullptr, 0, 1)};
       product(Left{scratch_.p + i * kPageTokens}.from(rows.first), rows.count,
               RightOperand{values, padded_ / 16, kPageTokens / x, 16 * kPageTokens}, {o, padded_}, {o, padded_}, lines);
