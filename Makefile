@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CORE   := pyproject.toml setup.py $(wildcard tilerank/kernels/csrc/*/*)
+NATIVE := $(wildcard tilerank/kernels/csrc/*/* benchmarks/peers/*.cpp)
 # Three workers for two cores: a third of the time tests wait. Each takes neighbours, which share servers and models.
 PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 # The tests start hundreds of processes, which would each compile the same modules.
@@ -91,7 +92,7 @@ test-amx: environment
 lint: environment
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(wildcard tilerank/kernels/csrc/*/*)
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
 # types: check the types with mypy
 types: environment
@@ -117,7 +118,7 @@ wheel: environment
 format: environment
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(wildcard tilerank/kernels/csrc/*/*)
+	$(BIN)/clang-format -i $(NATIVE)
 
 # clean: remove the environment and everything that was built
 clean:

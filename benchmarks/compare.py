@@ -12,7 +12,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tilerank.launch.bench.cases import cases_of, check_cases, prompts, timing_of
@@ -29,19 +29,35 @@ from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP
 from . import script
 from .peer import Peer, add_peers_argument, ready_peers
 
-PEERS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
-    "llama.cpp": ("llama_cpp", "run_llama_cpp.py", ("int8", "int4")),
-    "transformers": ("transformers", "run_transformers.py", ()),
-    "openvino": ("openvino_genai", "run_openvino.py", ("int8", "int4")),
-    "vllm": ("vllm", "run_vllm.py", ()),
-    "sglang": ("sglang", None, ()),
+
+@dataclass(frozen=True)
+class Program:
+    """What measures a peer in its own environment.
+
+    file: in peers/; None: there is none yet. modules, headers: what the environment must have. reads: the forms of
+    models that it takes. quantizations: the values of --quantization that it supports.
+    """
+
+    file: str | None
+    modules: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ("directories",)
+    quantizations: tuple[str, ...] = ()
+
+
+PEERS = {
+    "llama.cpp": Program(
+        "run_llama_cpp.py", ("llama_cpp",), reads=("directories", "GGUF files"), quantizations=("int8", "int4")
+    ),
+    "ik_llama.cpp": Program("run_ik_llama_cpp.py", headers=("llama.h",), reads=("GGUF files",)),
+    "transformers": Program("run_transformers.py", ("transformers",)),
+    "openvino": Program("run_openvino.py", ("openvino_genai",), quantizations=("int8", "int4")),
+    "vllm": Program("run_vllm.py", ("vllm",)),
+    "sglang": Program(None),
 }
-"""For each peer: the module that it is installed as, the program in peers/ that runs it, and the values of
---quantization that the program supports.
+"""The program's arguments are two JSON files.
 
-The program's arguments are two JSON files.
-
-It reads WORKLOAD: `model` (a directory, or a GGUF file for llama.cpp), `dtype`, `quantization` (null or a value of
+It reads WORKLOAD: `model` (a directory or a GGUF file), `dtype`, `quantization` (null or a value of
 --quantization), `group` (inputs to a scale of int4), `cores`, `scratch` (a directory for converted weights, kept
 between its runs), and `cases`, each with `prompts` (a batch of lists of token ids) and `new_tokens` (tokens to generate
 after the first).
@@ -55,14 +71,14 @@ It binds itself to `cores`.
 
 def obstacle(peer: Peer, model: Path, quantization: str | None = None) -> str | None:
     """Return why a peer cannot be measured with this model and weights quantised so, or None if it can."""
-    module, program, quantizations = PEERS[peer.name]
-    if program is None:
+    program = PEERS[peer.name]
+    if program.file is None:
         return "no program runs it yet"
-    if model.suffix == ".gguf" and peer.name != "llama.cpp":
-        return "its program reads directories alone"
-    if quantization is not None and quantization not in quantizations:
+    if ("GGUF files" if model.suffix == ".gguf" else "directories") not in program.reads:
+        return f"its program reads {program.reads[0]} alone"
+    if quantization is not None and quantization not in program.quantizations:
         return f"its program does not support --quantization {quantization}"
-    return peer.missing_module([module])
+    return peer.missing_header(program.headers) or peer.missing_module(program.modules)
 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +146,7 @@ def _measure_peer(
         ],
     }
     start = time.monotonic()
-    report = peer.run(str(PEERS[peer.name][1]), workload, peer_scratch)
+    report = peer.run(str(PEERS[peer.name].file), workload, peer_scratch)
     timings = [
         [asdict(timing_of([(prompt, seconds) for prompt, seconds in events], case))]
         for case, events in zip(cases, report["events"], strict=True)

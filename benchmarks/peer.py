@@ -36,6 +36,12 @@ class Peer:
                 return f"not installed: {self.python} has no module {module}"
         return None
 
+    def missing_header(self, headers: Sequence[str]) -> str | None:
+        """Return why the interpreter's environment lacks one of `headers`, or None if it has all of them."""
+        folder = Path(self.python).absolute().parents[1] / "include"
+        lacking = [folder / header for header in headers if not (folder / header).exists()]
+        return f"not installed: there is no {lacking[0]}" if lacking else None
+
     def run(self, program: str, workload: dict[str, Any], scratch: Path) -> dict[str, Any]:
         """Run a program of peers/ with one pinned thread for each core, as tilerank has, and return its RESULT.
 

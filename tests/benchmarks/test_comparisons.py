@@ -44,6 +44,13 @@ def test_why_a_peer_cannot_be_measured(tmp_path: Path) -> None:
         assert compare.obstacle(Peer(name, sys.executable), DEMO, quantization) == expected
     file = tmp_path / "model.gguf"
     assert compare.obstacle(Peer("transformers", sys.executable), file) == "its program reads directories alone"
+    built = Peer("ik_llama.cpp", str(tmp_path / "bin" / "python"))
+    header = tmp_path / "include" / "llama.h"
+    assert compare.obstacle(built, DEMO) == "its program reads GGUF files alone"
+    assert compare.obstacle(built, file) == f"not installed: there is no {header}"
+    header.parent.mkdir()
+    header.touch()
+    assert compare.obstacle(built, file) is None
 
 
 def test_peers_have_interpreters() -> None:
@@ -100,7 +107,8 @@ def test_peers_get_the_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "events = [[[0, 0.1 * (i + 1)] for i in range(case['new_tokens'] + 1)] for case in workload['cases']]\n"
         "json.dump({'load_s': 0, 'ready_at': time.monotonic(), 'events': events}, open(sys.argv[2], 'w'))\n"
     )
-    monkeypatch.setitem(compare.PEERS, "llama.cpp", ("json", str(program), ("int8", "int4")))
+    measured_by = compare.Program(str(program), ("json",), quantizations=("int8", "int4"))
+    monkeypatch.setitem(compare.PEERS, "llama.cpp", measured_by)
     peer = Peer("llama.cpp", sys.executable)
     received: list[tuple[str | None, int]] = []
     for words in ((), ("--quantization", "int8"), ("--quantization", "int4", "--quantization-group", "32")):
