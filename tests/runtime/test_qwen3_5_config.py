@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilerank.kernels.weight_formats import Fp8, Int8
 from tilerank.launch.bench.public import public_config
-from tilerank.launch.bench.work import model_work
+from tilerank.launch.planning.work import model_work
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.errors import ConfigError

@@ -34,8 +34,8 @@ from tilerank.launch.bench.media_inputs import (
 from tilerank.launch.bench.media_report import PARTS, TOWER_PARTS, rows_of, table
 from tilerank.launch.bench.peaks import Peaks
 from tilerank.launch.bench.public import public_config, public_processor
-from tilerank.launch.bench.work import encoder_work
 from tilerank.launch.errors import LaunchError
+from tilerank.launch.planning.work import encoder_work
 from tilerank.loader.card import read_card
 from tilerank.parallel.cost import Work
 

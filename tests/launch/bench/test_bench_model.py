@@ -18,8 +18,8 @@ from tilerank.launch.bench.peaks import Peaks
 from tilerank.launch.bench.public import public_config
 from tilerank.launch.bench.report import phase_rows
 from tilerank.launch.bench.step_shares import FIELDS, kernel_group, median_step, shares_of
-from tilerank.launch.bench.work import ModelWork, model_work
 from tilerank.launch.errors import LaunchError
+from tilerank.launch.planning.work import ModelWork, model_work
 from tilerank.loader.card import read_card
 from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.cost import Cost, ExpertBytes, Work

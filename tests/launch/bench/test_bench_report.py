@@ -14,7 +14,7 @@ from tilerank.launch.bench import chart
 from tilerank.launch.bench.cases import Case
 from tilerank.launch.bench.peaks import Peaks
 from tilerank.launch.bench.report import merged, rows_of, table
-from tilerank.launch.bench.work import ModelWork
+from tilerank.launch.planning.work import ModelWork
 from tilerank.parallel.cost import Cost, Work
 
 PEAKS = Peaks(stream_read_gbs=20.0, amx_bf16_tflops=4.0, amx_int8_tops=8.0, core_to_core_ns=100.0, first_touch_gbs=5.0)

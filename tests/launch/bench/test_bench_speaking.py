@@ -12,7 +12,7 @@ from tiny import make_checkpoint
 
 from tilerank.launch.bench.public import public_config
 from tilerank.launch.bench.speaking import table
-from tilerank.launch.bench.work import predictor_cost
+from tilerank.launch.planning.work import predictor_cost
 from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.cost import Work
 from tilerank.runtime.rank.registry import read_supported_card

@@ -161,7 +161,7 @@ def _measure(
     """
     from tilerank.kernels import core
 
-    from .work import encoder_work
+    from ..planning.work import encoder_work
 
     dtype = model_options(args).torch_dtype(engine.card)
     probe = RateProbe(cores_of(placement, read_topology()))

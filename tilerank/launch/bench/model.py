@@ -118,7 +118,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement, ran
 
     from tilerank.kernels import core
 
-    from .work import encoder_work, model_work
+    from ..planning.work import encoder_work, model_work
 
     ready, loaded_rss = time.monotonic(), [peak_rss(rank.pid) for rank in ranks]
     cases = cases_of(args)

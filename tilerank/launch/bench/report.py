@@ -10,13 +10,13 @@ import msgspec
 
 from tilerank.parallel.cost import Work
 
+from ..planning.work import ModelWork
 from .cases import Case, Timing
 from .harness import Column, Row, median_by
 from .harness import table as lines_of
 from .media_inputs import size_text
 from .peaks import Peaks, compute_unit, share_text
 from .step_shares import FIELDS
-from .work import ModelWork
 
 OURS = "tilerank"
 

@@ -131,7 +131,7 @@ def _measure(args: argparse.Namespace, engine: Engine, placement: Placement) -> 
     """Runs on rank 0."""
     from tilerank.kernels import core
 
-    from .work import predictor_cost
+    from ..planning.work import predictor_cost
 
     options = model_options(args)
     dtype = options.torch_dtype(engine.card)

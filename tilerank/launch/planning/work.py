@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from tilerank.loader.quantization_config import DEFAULT_ACTIVATION_BITS
 from tilerank.parallel.cost import Cost, Work
 
+from ..goodput.simulation import StepLoad
+
 if TYPE_CHECKING:
     import torch
 
@@ -49,23 +51,21 @@ class ModelWork:
         """
         pairs = tokens * (tokens + 1) // 2
         body = self.body.work(batch * tokens, batch * pairs)
-        return self._moving(tokens, tokens, batch) + body + self.end.work(batch, batch * tokens) + self.picture * batch
+        cached = (self.cached + self.windowed) * tokens + 2 * self.state + self.source * self.source_tokens
+        moving = Work(self.weights + cached * batch)
+        return moving + body + self.end.work(batch, batch * tokens) + self.picture * batch
 
     def decode(self, batch: int, context: float) -> Work:
         """One step of `batch` sequences that hold `context` tokens each, the new one included."""
-        pairs = batch * context
-        return (
-            self._moving(context, min(context, self.window), batch)
-            + self.body.work(batch, pairs)
-            + self.end.work(batch, pairs)
-        )
+        return self.step(StepLoad.decode(batch, context))
 
-    def _moving(self, tokens: float, in_window: float, sequences: int) -> Work:
-        """Reading the weights once; for each sequence what is cached of `tokens` tokens, or of `in_window` in layers
-        with a window, and what it sees of encodings; reading and writing its states."""
-        cached = self.cached * tokens + self.windowed * in_window
-        of_sequence = cached + 2 * self.state + self.source * self.source_tokens
-        return Work(self.weights + of_sequence * sequences)
+    def step(self, load: StepLoad) -> Work:
+        """A step that computes `load`. In layers with a window, a sequence reads a window at most."""
+        in_window = min(load.contexts, self.window * load.sequences)
+        cached = self.cached * load.contexts + self.windowed * in_window
+        of_sequence = 2 * self.state + self.source * self.source_tokens
+        moving = Work(self.weights + cached + of_sequence * load.sequences)
+        return moving + self.body.work(load.rows, load.pairs) + self.end.work(load.logits, load.logit_pairs)
 
 
 def model_work(
