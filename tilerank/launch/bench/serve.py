@@ -3,24 +3,19 @@
 The same prompts go to an engine, as token ids in one batch, and then, as text, to `tilerank serve` on loopback with the
 same options. The difference is the cost of HTTP: parsing, tokenising, sockets, events, and the CPU time that these take
 from the ranks. The first token is timed when its event arrives; tokens are counted by the server's `usage`. A model
-that embeds texts is measured by embeddings.py.
+that embeds texts is measured by embeddings.py. With --slo, serving/goodput.py measures the server alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import http.client
-import json
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.tokenizer import Tokenizer
@@ -41,6 +36,8 @@ from .rank_job import (
     run_as_rank,
     run_ranks,
 )
+from .serving import goodput
+from .serving.client import Stream, completion_request, port_of, random_text
 
 if TYPE_CHECKING:
     from tilerank.runtime.lead.engine import Engine
@@ -96,6 +93,7 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix-tokens", type=positive, default=1000, metavar="N", help="length of a shared prefix (default: 1000)"
     )
     add_repeat_argument(parser)
+    goodput.add_arguments(parser)
     add_json_argument(parser)
 
 
@@ -103,6 +101,9 @@ def run(args: argparse.Namespace) -> int:
     if is_rank(args):
         return run_as_rank(args, _job(args))
     check_json_argument(args)
+    if args.slo is not None:
+        return goodput.run(args, _serve_argv(args))
+    goodput.check_unused(args)
     rows, cpu_s = compare_with_engine(args)
     if _embeds(args):
         print(f"{args.model.name}: texts of {args.prompt_tokens} tokens, {args.streams} at the same time")
@@ -123,16 +124,20 @@ def compare_with_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]],
     a model that embeds texts."""
     _check_length(args)
     offline = run_ranks(args, args.argv)
-    load_parser = argparse.ArgumentParser(add_help=False)
-    _add_load_arguments(load_parser)
-    _, serve_argv = load_parser.parse_known_args(args.argv[2:])  # without `bench serve`
     sizes = ["--max-total-tokens", str(cache_tokens(args))]
-    with own_server([*serve_argv, *sizes]) as address, asyncio.Runner() as runner:
+    with own_server([*_serve_argv(args), *sizes]) as address, asyncio.Runner() as runner:
         port = port_of(address)
         if _embeds(args):
             return rows_of(offline, embeddings.measure(embeddings.embed_over_http(port, runner), args)), 0.0
         client = Client(port, runner)
         return rows_of(offline, measure(client.complete, args)), client.cpu_s_per_token
+
+
+def _serve_argv(args: argparse.Namespace) -> list[str]:
+    """Return the options of the command line that `serve` has."""
+    load_parser = argparse.ArgumentParser(add_help=False)
+    _add_load_arguments(load_parser)
+    return load_parser.parse_known_args(args.argv[2:])[1]  # without `bench serve`
 
 
 def _card(args: argparse.Namespace) -> ModelCard:
@@ -176,8 +181,8 @@ def _measure_once(complete: Complete, args: argparse.Namespace, seed: int) -> Me
 
 
 def prompts(rng: random.Random, count: int, tokens: int) -> list[str]:
-    """Return `count` prompts of `tokens` random letters; a space and a letter are one token in common vocabularies."""
-    return [" ".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=tokens)) for _ in range(count)]
+    """Return `count` prompts of `tokens` random letters."""
+    return [random_text(rng, tokens) for _ in range(count)]
 
 
 def rows_of(offline: Metrics, over_http: Metrics) -> list[dict[str, Any]]:
@@ -253,26 +258,8 @@ def _complete_with(engine: Engine, tokenizer: Tokenizer) -> Complete:
     return complete
 
 
-def port_of(address: str) -> int:
-    """Return the port of a server, once it is healthy."""
-    port = urlsplit(address).port
-    assert port is not None
-    while not _healthy(port):
-        time.sleep(0.02)
-    return port
-
-
-def _healthy(port: int) -> bool:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-
-
 class Client:
-    """Streams completions over one connection each.
-
-    It parses as little of the responses as possible, since it runs on the cores that it measures.
-    """
+    """Streams completions over one connection each, all at the same time."""
 
     def __init__(self, port: int, runner: asyncio.Runner) -> None:
         self._port = port
@@ -294,47 +281,9 @@ class Client:
 
     async def _complete(self, texts: Sequence[str], new_tokens: int) -> list[CompletionTiming]:
         connections = [await asyncio.open_connection("127.0.0.1", self._port) for _ in texts]
-        requests = [_request(text, new_tokens) for text in texts]
+        requests = [completion_request(text, new_tokens) for text in texts]
         start = time.monotonic()
-        return await asyncio.gather(
-            *(_stream(*connection, request, start) for connection, request in zip(connections, requests, strict=True))
-        )
-
-
-def _request(text: str, new_tokens: int) -> bytes:
-    body = json.dumps(
-        {
-            "prompt": text,
-            "max_tokens": new_tokens,
-            "temperature": 0,
-            "repetition_penalty": 1,  # as offline; the model's generation_config.json may have another default
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-async def _stream(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes, start: float
-) -> CompletionTiming:
-    """Send a request and time its stream. LaunchError if the stream is incomplete."""
-    writer.write(request)
-    received = bytearray()
-    first = last = None
-    while chunk := await reader.read(1 << 16):
-        last = time.monotonic()
-        received += chunk
-        if first is None and b"data: " in received:
-            first = last
-    writer.close()
-    usage = re.search(rb'"completion_tokens":(\d+)', received)
-    if first is None or last is None or usage is None or b"data: [DONE]" not in received:
-        tail = received[-300:].decode(errors="replace")
-        raise LaunchError(f"the server's response: expected a complete stream, found one that ends in {tail!r}")
-    return CompletionTiming(first - start, last - start, int(usage[1]))
+        streams = [Stream(start) for _ in texts]
+        each = zip(streams, connections, requests, strict=True)
+        await asyncio.gather(*(stream.read_from(connection, request) for stream, connection, request in each))
+        return [CompletionTiming(stream.first_s, stream.last_s, stream.tokens or 0) for stream in streams]
