@@ -74,6 +74,21 @@ def test_modules_that_are_not_known(tmp_path: Path) -> None:
     assert str(caught.value) == f"{tmp_path / 'modules.json'}: {expected}"
 
 
+def test_texts_that_become_chats(tmp_path: Path) -> None:
+    """sentence-transformers names the modality "message" if the tokenizer had a chat template."""
+    write_config(tmp_path, {"model_type": "qwen3"})
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": ""} for kind in ("Transformer", "Pooling")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    kinds = {"text": {"method": "forward"}, "message": {"format": "flat"}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"modality_config": kinds}))
+    with pytest.raises(ConfigError) as caught:
+        read_card(tmp_path)
+    expected = "none (texts that the chat template renders are not supported), found {'format': 'flat'}"
+    assert (
+        str(caught.value) == f"{tmp_path / 'sentence_bert_config.json'}: modality_config.message: expected {expected}"
+    )
+
+
 @pytest.mark.parametrize("key", ["model_type", "vocab_size", "max_position_embeddings"])
 def test_a_needed_key_is_missing(tmp_path: Path, key: str) -> None:
     sentence = refusal(tmp_path, {key: ABSENT})

@@ -17,7 +17,7 @@ from .files import is_listed, read_json_object, read_text
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
-LENGTHS = "sentence_bert_config.json"
+TRANSFORMER = "sentence_bert_config.json"
 Task = Literal["embed", "rerank"]
 DOES = {"generate": "generates text", "embed": "embeds texts", "rerank": "scores pairs of texts"}
 """What a model of each task does, for errors."""
@@ -116,13 +116,15 @@ def _read_modules(model_dir: Path, c: Fields, text: Fields) -> Pooling:
         tokens = [settings.integer("true_token_id", 0, _MAX_IDS)]
         if settings.has("false_token_id"):
             tokens.append(settings.integer("false_token_id", 0, _MAX_IDS))
-        return Pooling("rerank", longest=_longest(model_dir), score_tokens=tuple(tokens))
+        return Pooling("rerank", longest=_longest(_transformer(model_dir)), score_tokens=tuple(tokens))
     after = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(after) - {"Dense"} or found[0][1]:
         raise ConfigError(
             f"{where}: expected Transformer in the directory itself, Pooling, layers Dense and Normalize, or "
             f"Transformer and LogitScore, found {', '.join(kinds) or 'nothing'}"
         )
+    transformer = _transformer(model_dir)
+    _check_texts(transformer)
     hidden = text.integer("hidden_size", 1, _MAX_WIDTH)
     modes = _pooling_modes(_settings(model_dir, found[1][1]), hidden)
     dense = tuple(_dense(_settings(model_dir, path), path) for kind, path in found if kind == "Dense")
@@ -140,7 +142,7 @@ def _read_modules(model_dir: Path, c: Fields, text: Fields) -> Pooling:
         dense,
         widths[-1],
         normalise=kinds[-1] == "Normalize",
-        longest=_longest(model_dir),
+        longest=_longest(transformer),
         prompts=prompts,
         default_prompt=default,
         dimensions=_dimensions(c, widths[-1]),
@@ -212,11 +214,28 @@ def _prompts(model_dir: Path) -> tuple[Mapping[str, str], str | None]:
     return prompts, default
 
 
-def _longest(model_dir: Path) -> int | None:
-    if not is_listed(model_dir, LENGTHS):
-        return None
-    c = Fields(model_dir / LENGTHS, read_json_object(model_dir, LENGTHS, ConfigError))
-    return c.integer("max_seq_length", 1, _MAX_CONTEXT) if c.has("max_seq_length") else None
+def _transformer(model_dir: Path) -> Fields:
+    """Return the settings of the module Transformer, which need not have a file."""
+    is_written = is_listed(model_dir, TRANSFORMER)
+    values = read_json_object(model_dir, TRANSFORMER, ConfigError) if is_written else {}
+    return Fields(model_dir / TRANSFORMER, values)
+
+
+def _longest(transformer: Fields) -> int | None:
+    key = "max_seq_length"
+    return transformer.integer(key, 1, _MAX_CONTEXT) if transformer.has(key) else None
+
+
+def _check_texts(transformer: Fields) -> None:
+    """Raise ConfigError if sentence-transformers makes a chat of each text.
+
+    Newer versions write which kinds of input a model takes. If the tokenizer had a chat template then, one of them is
+    "message", and each text becomes the message of a user. Files of older versions name no kinds: the model reads texts
+    as they are.
+    """
+    key = "modality_config"
+    if transformer.has(key) and (kinds := transformer.object(key)).has("message"):
+        raise kinds.fail("message", "none (texts that the chat template renders are not supported)")
 
 
 def _dimensions(c: Fields, width: int) -> tuple[int, ...]:
