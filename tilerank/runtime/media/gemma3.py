@@ -17,15 +17,14 @@ from tilerank.loader.card import read_config_fields
 from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, PlaceholderRange, Prompt
 from .decoder import DecodedMedium
 from .family import Family
-from .processor import Processor
+from .picture_processor import PictureProcessor
 from .qwen_vl import Preprocessing
 from .settings import NESTED, PICTURES, channels, check_steps, check_types, find_section, resampling, settings_file
 
-_MAX_SIDE, _MAX_ID = 1 << 13, 1 << 24
+_MAX_SIDE = 1 << 13
 _TYPES = {
     "image_processor_type": ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast"),
     "processor_class": ("Gemma3Processor",),
@@ -113,30 +112,19 @@ class _Crop(NamedTuple):
     right: int
 
 
-class Gemma3Processor(Processor):
+class Gemma3Processor(PictureProcessor):
     """Reads the settings of a model directory. Raises ConfigError."""
 
-    kinds = ("image",)
-
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
+        names, config = tokenizer.special_tokens, read_config_fields(model_dir)
+        token, mark = names.get("image_token", "<image_soft_token>"), names.get("boi_token", "<start_of_image>")
+        super().__init__(tokenizer, config, "image_token_index", token, mark)
         self._settings = read_gemma3_settings(model_dir)
-        names = tokenizer.special_tokens
-        self._begin, self._end = names.get("boi_token", "<start_of_image>"), names.get("eoi_token", "<end_of_image>")
-        self._token = names.get("image_token", "<image_soft_token>")
-        self.placeholders = (self._begin, self._token)
-        config = read_config_fields(model_dir)
-        self._id = config.integer("image_token_index", 0, _MAX_ID)
-        if (found := tokenizer.token_id(self._token)) != self._id:
-            raise config.fail("image_token_index", f"{found}, as the tokenizer has {self._token}")
+        self._end = names.get("eoi_token", "<end_of_image>")
 
     def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
-        pieces = text.split(self._begin)
-        if len(pieces) - 1 != len(media):
-            raise MediaError(
-                f"expected one {self._begin} in the prompt for each picture, found {len(pieces) - 1} for {len(media)}; "
-                f"the text of a message may not contain {self._begin}"
-            )
+        pieces = text.split(self._mark)
+        self._check_marks(len(pieces) - 1, media)
         for number, frames in enumerate(media):
             pieces[number] += self._written(len(self._crops(frames)))
         return "".join(pieces)
@@ -147,8 +135,7 @@ class Gemma3Processor(Processor):
         for frames in media:
             whole = Medium("image", frames.data, frames.size, (1, side, side))
             pictures += [whole, *(_cropped(whole, crop) for crop in self._crops(frames))]
-        if (found := token_ids.count(self._id)) != len(pictures):
-            raise MediaError(f"expected {len(pictures)} placeholders of pictures in the prompt, found {found}")
+        self._check_tokens(token_ids, len(pictures))
         expanded: list[int] = []
         places: list[PlaceholderRange] = []
         for id in token_ids:
@@ -157,11 +144,6 @@ class Gemma3Processor(Processor):
             expanded += [id] * (tokens if id == self._id else 1)
         return Prompt(expanded, pictures, places)
 
-    def text_prompt(self, token_ids: list[int]) -> Prompt:
-        if self._id in token_ids:
-            raise MediaError(f"the prompt contains {self._token}, but has no picture; send media as chat parts")
-        return Prompt(token_ids)
-
     def most_tokens(self, kind: str) -> int:
         pan_and_scan = self._settings.pan_and_scan
         most = 1 + (pan_and_scan.most if pan_and_scan else 0)
@@ -169,7 +151,7 @@ class Gemma3Processor(Processor):
 
     def _written(self, crops: int) -> str:
         """Return the text of a picture and its crops."""
-        one = f"\n\n{self._begin}{self._token}{self._end}\n\n"
+        one = f"\n\n{self._mark}{self._token}{self._end}\n\n"
         if not crops:
             return one
         cropped = " ".join([one] * crops)

@@ -17,11 +17,11 @@ from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, PlaceholderRange, Prompt
 from .decoder import DecodedMedium
 from .family import Family
-from .processor import Processor
+from .picture_processor import PictureProcessor
 from .qwen_vl import Preprocessing
 from .settings import NESTED, PICTURES, check_steps, check_types, find_section, resampling, settings_file
 
-_MAX_SIDE, _MAX_ID = 1 << 13, 1 << 24
+_MAX_SIDE = 1 << 13
 _BUDGETS = (70, 140, 280, 560, 1120)
 _USUAL_BUDGET = 280
 _MIDDLE = (0.5, 0.5, 0.5)
@@ -85,34 +85,22 @@ def patches_of_token(vision: Fields) -> tuple[int, int]:
     return c.integer("patch_size", 1, _MAX_SIDE), c.integer("pooling_kernel_size", 1, _MAX_SIDE)
 
 
-class Gemma4Processor(Processor):
+class Gemma4Processor(PictureProcessor):
     """Reads the settings of a model directory. Raises ConfigError."""
 
-    kinds = ("image",)
-
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
-        self._settings = read_gemma4_settings(model_dir)
         names = tokenizer.special_tokens
-        self._token = names.get("image_token", "<|image|>")
-        self._begin, self._end = names.get("boi_token", "<|image>"), names.get("eoi_token", "<image|>")
-        self.placeholders = (self._token,)
         config = read_config_fields(model_dir).with_defaults({"image_token_id": 258880})
-        self._id = config.integer("image_token_id", 0, _MAX_ID)
-        if (found := tokenizer.token_id(self._token)) != self._id:
-            raise config.fail("image_token_id", f"{found}, as the tokenizer has {self._token}")
+        super().__init__(tokenizer, config, "image_token_id", names.get("image_token", "<|image|>"))
+        self._settings = read_gemma4_settings(model_dir)
+        self._begin, self._end = names.get("boi_token", "<|image>"), names.get("eoi_token", "<image|>")
 
     def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
-        if (found := text.count(self._token)) != len(media):
-            raise MediaError(
-                f"expected one {self._token} in the prompt for each picture, found {found} for {len(media)}; the text "
-                f"of a message may not contain {self._token}"
-            )
+        self._check_marks(text.count(self._mark), media)
         return text.replace(self._token, f"{self._begin}{self._token}{self._end}")
 
     def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
-        if (found := token_ids.count(self._id)) != len(media):
-            raise MediaError(f"expected {len(media)} placeholders of pictures in the prompt, found {found}")
+        self._check_tokens(token_ids, len(media))
         expanded: list[int] = []
         pictures: list[Medium] = []
         places: list[PlaceholderRange] = []
@@ -126,11 +114,6 @@ class Gemma4Processor(Processor):
                 pictures.append(Medium("image", frames.data, frames.size, grid))
             expanded += [id] * tokens
         return Prompt(expanded, pictures, places)
-
-    def text_prompt(self, token_ids: list[int]) -> Prompt:
-        if self._id in token_ids:
-            raise MediaError(f"the prompt contains {self._token}, but has no picture; send media as chat parts")
-        return Prompt(token_ids)
 
     def most_tokens(self, kind: str) -> int:
         return self._settings.most if kind == "image" else 0

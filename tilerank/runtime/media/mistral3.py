@@ -16,7 +16,7 @@ from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, PlaceholderRange, Prompt
 from .decoder import DecodedMedium
 from .family import Family
-from .processor import Processor
+from .picture_processor import PictureProcessor
 from .qwen_vl import Preprocessing
 from .settings import (
     NESTED,
@@ -30,7 +30,7 @@ from .settings import (
     settings_file,
 )
 
-_MAX_SIDE, _MAX_ID = 1 << 13, 1 << 24
+_MAX_SIDE = 1 << 13
 _USUAL_MERGE, _USUAL_ID = 2, 10
 _TYPES = {
     "image_processor_type": ("PixtralImageProcessor", "PixtralImageProcessorFast"),
@@ -99,44 +99,33 @@ def patches_of_token(config: Fields, vision: Fields) -> tuple[int, int]:
     return vision.integer("patch_size", 1, _MAX_SIDE), c.integer("spatial_merge_size", 1, _MAX_SIDE)
 
 
-class Mistral3Processor(Processor):
+class Mistral3Processor(PictureProcessor):
     """Reads the settings of a model directory. Raises ConfigError."""
 
-    kinds = ("image",)
-
     def __init__(self, settings: Mistral3Settings, model_dir: Path, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
-        self._settings = settings
         names = settings_file(model_dir, NESTED)
-        config = read_config_fields(model_dir).with_defaults({"image_token_index": _USUAL_ID})
+        key = "image_token_index"
+        config = read_config_fields(model_dir).with_defaults({key: _USUAL_ID})
 
         def token(part: str, usual: str) -> str:
-            key = f"image_{part}token"
-            return names.text(key) if names is not None and names.has(key) else usual
+            name = f"image_{part}token"
+            return names.text(name) if names is not None and names.has(name) else usual
 
         def id_of(name: str) -> int:
             if (found := tokenizer.token_id(name)) is None:
-                raise config.fail("image_token_index", f"a tokenizer with {name}")
+                raise config.fail(key, f"a tokenizer with {name}")
             return found
 
-        self._token = token("", "[IMG]")
-        self.placeholders = (self._token,)
-        self._id = config.integer("image_token_index", 0, _MAX_ID)
-        if (found := id_of(self._token)) != self._id:
-            raise config.fail("image_token_index", f"{found}, as the tokenizer has {self._token}")
+        super().__init__(tokenizer, config, key, token("", "[IMG]"))
+        self._settings = settings
         self._break, self._end = id_of(token("break_", "[IMG_BREAK]")), id_of(token("end_", "[IMG_END]"))
 
     def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
-        if (found := text.count(self._token)) != len(media):
-            raise MediaError(
-                f"expected one {self._token} in the prompt for each picture, found {found} for {len(media)}; the text "
-                f"of a message may not contain {self._token}"
-            )
+        self._check_marks(text.count(self._mark), media)
         return text
 
     def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
-        if (found := token_ids.count(self._id)) != len(media):
-            raise MediaError(f"expected {len(media)} placeholders of pictures in the prompt, found {found}")
+        self._check_tokens(token_ids, len(media))
         expanded: list[int] = []
         pictures: list[Medium] = []
         places: list[PlaceholderRange] = []
@@ -152,11 +141,6 @@ class Mistral3Processor(Processor):
                 expanded += [*[id] * columns, self._end if row == rows - 1 else self._break]
             pictures.append(Medium("image", frames.data, frames.size, (1, rows * merge, columns * merge)))
         return Prompt(expanded, pictures, places)
-
-    def text_prompt(self, token_ids: list[int]) -> Prompt:
-        if self._id in token_ids:
-            raise MediaError(f"the prompt contains {self._token}, but has no picture; send media as chat parts")
-        return Prompt(token_ids)
 
     def most_tokens(self, kind: str) -> int:
         return self._settings.most if kind == "image" else 0

@@ -14,14 +14,12 @@ from tilerank.loader.card import ModelCard, read_config_fields
 from tilerank.loader.fields import Fields
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..protocol.errors import MediaError
 from ..protocol.prompt import Medium, Prompt, Segment, VisibleRange
 from .decoder import DecodedMedium
 from .family import Family, FamilyOption
-from .processor import Processor
+from .picture_processor import PictureProcessor
 from .settings import PICTURES, channels, check_steps, find_section, resampling
 
-_MAX_ID = 1 << 24
 _MAX_SIDE = 1 << 13
 _MAX_TILES = 64
 
@@ -69,20 +67,13 @@ def read_tile_settings(model_dir: Path) -> TileSettings:
     return TileSettings(tile, patch, most, mean, std, resampling(fields, "bilinear"))
 
 
-class MllamaProcessor(Processor):
+class MllamaProcessor(PictureProcessor):
     """Reads the settings of a model directory. Raises ConfigError."""
 
-    kinds = ("image",)
-
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
+        token = tokenizer.special_tokens.get("image_token", "<|image|>")
+        super().__init__(tokenizer, read_config_fields(model_dir), "image_token_index", token)
         self._settings = read_tile_settings(model_dir)
-        self._token = tokenizer.special_tokens.get("image_token", "<|image|>")
-        self.placeholders = (self._token,)
-        config = read_config_fields(model_dir)
-        self._id = config.integer("image_token_index", 0, _MAX_ID)
-        if (found := tokenizer.token_id(self._token)) != self._id:
-            raise config.fail("image_token_index", f"{found}, as the tokenizer has {self._token}")
 
     def write(self, text: str, media: Sequence[DecodedMedium]) -> str:
         """Put the token that begins a text behind leading pictures, if the text has none."""
@@ -95,11 +86,7 @@ class MllamaProcessor(Processor):
 
     def expand(self, token_ids: list[int], media: Sequence[DecodedMedium]) -> Prompt:
         places = [index for index, id in enumerate(token_ids) if id == self._id]
-        if len(places) != len(media):
-            raise MediaError(
-                f"expected one {self._token} in the prompt for each picture, found {len(places)} for {len(media)}; "
-                f"the text of a message may not contain {self._token}"
-            )
+        self._check_marks(len(places), media)
         if not media:
             return Prompt(token_ids)
         s = self._settings
@@ -111,11 +98,6 @@ class MllamaProcessor(Processor):
             counts.append(rows * columns * s.tokens)
         visible = _visible_ranges(places, counts, s)
         return Prompt(token_ids, pictures, source=_source(counts, s.most * s.tokens), visible_ranges=visible)
-
-    def text_prompt(self, token_ids: list[int]) -> Prompt:
-        if self._id in token_ids:
-            raise MediaError(f"the prompt contains {self._token}, but has no picture; send media as chat parts")
-        return Prompt(token_ids)
 
     def most_tokens(self, kind: str) -> int:
         return self._settings.most * self._settings.tokens if kind == "image" else 0
