@@ -9,13 +9,12 @@ and the row of a patch. The patches of a token follow each other, so that the me
 projections of blocks clamp what they read and write (clamped.py).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core, ops
+from tilerank.kernels import ops
 from tilerank.kernels.attention import store_kv
 from tilerank.kernels.heads import part_of_heads
 from tilerank.kernels.kv_pages import KVPages
@@ -28,27 +27,14 @@ from tilerank.parallel.sharding import Sharding
 
 from ...media.gemma4 import Gemma4Settings, patches_of_token
 from ...protocol.errors import EngineError
-from ...step.model import Encoder
 from ..gated_mlp import GatedMLP
 from ..text_config import MAX_WIDTH, read_heads
 from .clamped import Clamp, ClampedMLP, ClampedQKV, ClampedRowParallelLinear
-from .tower import (
-    ROW_UNIT,
-    BlockNames,
-    BlockShape,
-    ComputedBlock,
-    Grid,
-    PackedLayout,
-    RowLayout,
-    TowerAttention,
-    cut_rows,
-    pieces,
-)
-from .vision import angle_table, cut_patches, patch_places
+from .pictures import PictureConfig, PictureTower
+from .tower import BlockNames, BlockShape, ComputedBlock, PackedLayout, RowLayout, TowerAttention
+from .vision import angle_table, patch_places
 
 _MAX_LAYERS, _MAX_PLACES = 1 << 10, 1 << 16
-_PIXEL = 1000.0
-"""Operations that take as long as preprocessing a pixel."""
 _BLOCK = BlockNames(
     norms=("input_layernorm", "pre_feedforward_layernorm"),
     attention="self_attn",
@@ -65,24 +51,15 @@ _DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Gemma4VisionConfig:
-    """The shape of the tower. patch: pixels of its side. pooled: patches of a side of a token. places: rows and columns
-    of patches that have a position. standardizes: tokens are shifted and scaled. clamps: the projections of blocks have
-    bounds. out_hidden: columns of a token."""
+class Gemma4VisionConfig(PictureConfig):
+    """The shape of the tower. places: rows and columns of patches that have a position. standardizes: tokens are
+    shifted and scaled. clamps: the projections of blocks have bounds."""
 
-    hidden: int
-    heads: int
-    head_dim: int
-    width: int
-    layers: int
     eps: float
-    patch: int
-    pooled: int
     places: int
     theta: float
     standardizes: bool
     clamps: bool
-    out_hidden: int
 
 
 def read_vision_config(config: Fields, out_hidden: int) -> Gemma4VisionConfig:
@@ -98,7 +75,7 @@ def read_vision_config(config: Fields, out_hidden: int) -> Gemma4VisionConfig:
     rope = c.object("rope_parameters")
     if rope.has("rope_type") and rope.text("rope_type") not in ("default", "axial"):
         raise rope.fail("rope_type", "'default' or 'axial'")
-    patch, pooled = patches_of_token(c)
+    patch, merged = patches_of_token(c)
     return Gemma4VisionConfig(
         hidden=hidden,
         heads=heads,
@@ -107,7 +84,7 @@ def read_vision_config(config: Fields, out_hidden: int) -> Gemma4VisionConfig:
         layers=c.integer("num_hidden_layers", 1, _MAX_LAYERS),
         eps=c.number("rms_norm_eps", 0.0, 1.0),
         patch=patch,
-        pooled=pooled,
+        merged=merged,
         places=c.integer("position_embedding_size", 1, _MAX_PLACES),
         theta=rope.number("rope_theta", 1.0, 1e15),
         standardizes=c.flag("standardize"),
@@ -200,12 +177,10 @@ class _PatchWeight(PackedParameter):
         super().write(rows.view(-1, side, side, 3).permute(0, 3, 1, 2).flatten(1), row)
 
 
-class Gemma4Tower(Encoder):
-    """The encoder of Gemma 4. An encoding has one level.
+class Gemma4Tower(PictureTower):
+    """The encoder of Gemma 4. whole_media: the tokens of a picture attend to all of it."""
 
-    settings: None if the model directory does not say how a picture becomes numbers; then nothing can be encoded.
-    whole_media: the tokens of a picture attend to all of it.
-    """
+    config: Gemma4VisionConfig
 
     def __init__(
         self,
@@ -218,8 +193,7 @@ class Gemma4Tower(Encoder):
         whole_media: bool,
     ) -> None:
         """name, projector: of both in the checkpoint."""
-        self.config, self._dtype, self._ranks = c, sharding.dtype, sharding.size
-        self._preprocessing = None if settings is None else settings.preprocessing
+        super().__init__(c, None if settings is None else settings.preprocessing, sharding)
         self.whole_tokens = settings.most if settings is not None and whole_media else 0
         values = 3 * c.patch**2
         self.embedding = Linear(c.hidden, values, Float(sharding.dtype), None)
@@ -238,62 +212,28 @@ class Gemma4Tower(Encoder):
         whole = (c.out_hidden, c.hidden)
         self.projection.weight.fill(f"{projector}.embedding_projection.weight", whole, *(slice(0, n) for n in whole))
 
-    def _tokens(self, grid: Grid) -> int:
-        return grid[1] * grid[2] // self.config.pooled**2
-
-    def shape(self, grid: Grid) -> tuple[int, int, int]:
-        return 1, self._tokens(grid), self.config.out_hidden
-
-    def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
-        rows = grid[1] * grid[2]
-        yield self.embedding, rows, 0
-        for block in self.blocks:
-            yield block, rows, rows**2
-        yield self.projection, self._tokens(grid), 0
-
-    def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
-        out = torch.empty(self.shape(grid), dtype=self._dtype)
-        yield from pieces(self._tasks(frames, grid, out[0], operations), operations)
-        yield out
-
-    def _tasks(self, frames: Tensor, grid: Grid, out: Tensor, limit: float) -> Iterator[float]:
-        """Write the encoding of a picture to out [tokens, out_hidden]. Tasks as in ComputedBlock."""
+    def layout(self, rows: int, columns: int) -> AxialLayout:
         c = self.config
-        _, rows, columns = grid
         if (most := max(rows, columns)) > c.places:
             raise EngineError(f"encoding: expected at most {c.places} patches of a side, found {most}")
-        x = core.empty((rows * columns, c.hidden), self._dtype)
-        yield from self._embed(x, frames, grid, limit)
-        row, column = patch_places(slice(0, rows), columns, c.pooled)
-        angles = angle_table(most, c.head_dim, c.theta).to(self._dtype)
-        layout = AxialLayout(angles[column], angles[row])
-        for block in self.blocks:
-            yield from block.tasks(x, layout, limit)
-        tokens = x.view(-1, c.pooled**2, c.hidden)
-        for part, cost in cut_rows(len(tokens), self._ranks * 2 * c.hidden * c.out_hidden, limit, ROW_UNIT):
-            yield cost
-            out[part] = self._project(tokens[part])
+        row, column = patch_places(slice(0, rows), columns, c.merged)
+        angles = angle_table(most, c.head_dim, c.theta).to(self._sharding.dtype)
+        return AxialLayout(angles[column], angles[row])
 
-    def _embed(self, x: Tensor, frames: Tensor, grid: Grid, limit: float) -> Iterator[float]:
-        """Write the embeddings of all patches to x; each task is some rows of them. Every rank computes all."""
-        c = self.config
-        _, rows, columns = grid
-        row_cost = self._ranks * columns * c.patch**2 * (2 * 3 * c.hidden + _PIXEL)
+    def embed(self, values: Tensor, row: Tensor, column: Tensor) -> Tensor:
         by_column, by_row = self.positions.data
-        for band, cost in cut_rows(rows, row_cost, limit, c.pooled):
-            yield cost
-            row, column = patch_places(band, columns, c.pooled)
-            places = ops.add(ops.take_rows(by_column, column), ops.take_rows(by_row, row))
-            values = cut_patches(frames, grid, band, self._preprocessing, self._dtype)
-            embedded = self.embedding.project(values)
-            x[band.start * columns : band.stop * columns] = ops.add(embedded, places)
+        places = ops.add(ops.take_rows(by_column, column), ops.take_rows(by_row, row))
+        return ops.add(self.embedding.project(values), places)
 
-    def _project(self, x: Tensor) -> Tensor:
-        """x: [n, patches of a token, hidden] -> [n, out_hidden]"""
+    def project(self, x: Tensor) -> Tensor:
+        dtype = self._sharding.dtype
         means = ops.sum_parts(x.float().transpose(0, 1).contiguous())
         ops.scale_(means, 1 / x.shape[1])
-        tokens = means.to(self._dtype).float() * self.config.hidden**0.5
+        tokens = means.to(dtype).float() * self.config.hidden**0.5
         if self.standard:
             bias, scale = self.standard
             tokens = (tokens - bias.data) * scale.data
-        return self.projection.project(self.token_norm(tokens.to(self._dtype)))
+        return self.projection.project(self.token_norm(tokens.to(dtype)))
+
+    def projections(self) -> tuple[Layer, ...]:
+        return (self.projection,)

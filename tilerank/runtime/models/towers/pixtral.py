@@ -7,13 +7,12 @@ All patches of a picture attend to each other. The frequencies of a head follow 
 turn. The patches of a token follow each other.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core, ops
+from tilerank.kernels import ops
 from tilerank.kernels.weight_formats import Float
 from tilerank.loader.fields import Fields
 from tilerank.parallel.linear import Linear
@@ -22,48 +21,27 @@ from tilerank.parallel.parameters import Layer, PackedParameter
 from tilerank.parallel.sharding import Sharding
 
 from ...media.mistral3 import Mistral3Settings, patches_of_token
-from ...step.model import Encoder
 from ..gated_mlp import GatedMLP
 from ..text_config import MAX_WIDTH, read_heads
-from .tower import (
-    ROW_UNIT,
-    BlockNames,
-    BlockShape,
-    ComputedBlock,
-    Grid,
-    PackedLayout,
-    TowerAttention,
-    TowerMLP,
-    cut_rows,
-    pieces,
-)
-from .vision import cut_patches, patch_places
+from .pictures import PictureConfig, PictureTower
+from .tower import BlockNames, BlockShape, ComputedBlock, PackedLayout, TowerAttention, TowerMLP
+from .vision import patch_places
 
 _EPS = 1e-5
 _MAX_LAYERS = 1 << 10
-_PIXEL = 1000.0
-"""Operations that take as long as preprocessing a pixel."""
 _BLOCK = BlockNames(
     norms=("attention_norm", "ffn_norm"), attention="attention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"
 )
 
 
 @dataclass(frozen=True)
-class PixtralConfig:
-    """The shape of the tower. patch: pixels of its side. merged: patches of a side of a token. token_eps: of the norm
-    before the projector. bias: whether its last two projections have biases. out_hidden: columns of a token."""
+class PixtralConfig(PictureConfig):
+    """The shape of the tower. token_eps: of the norm before the projector. bias: whether the last two projections of
+    the projector have biases."""
 
-    hidden: int
-    heads: int
-    head_dim: int
-    width: int
-    layers: int
-    patch: int
-    merged: int
     theta: float
     token_eps: float
     bias: bool
-    out_hidden: int
 
 
 def read_pixtral_config(config: Fields, text: Fields) -> PixtralConfig:
@@ -138,18 +116,16 @@ class _MergingWeight(PackedParameter):
         super().write(rows.view(len(rows), -1, self._patches).transpose(1, 2).flatten(1), row)
 
 
-class PixtralTower(Encoder):
-    """The encoder of Mistral Small 3.1. An encoding has one level.
+class PixtralTower(PictureTower):
+    """The encoder of Mistral Small 3.1."""
 
-    settings: None if the model directory does not say how a picture becomes numbers; then nothing can be encoded.
-    """
+    config: PixtralConfig
 
     def __init__(
         self, name: str, projector: str, c: PixtralConfig, settings: Mistral3Settings | None, sharding: Sharding
     ) -> None:
         """name, projector: of both in the checkpoint."""
-        self.config, self._sharding = c, sharding
-        self._preprocessing = None if settings is None else settings.preprocessing
+        super().__init__(c, None if settings is None else settings.preprocessing, sharding)
         shape = (c.hidden, 3, c.patch, c.patch)
         self.embedding = Linear(c.hidden, 3 * c.patch**2, Float(sharding.dtype), None)
         self.embedding.weight.fill(f"{name}.patch_conv.weight", shape, *(slice(0, size) for size in shape))
@@ -166,53 +142,8 @@ class PixtralTower(Encoder):
         names, sizes = (f"{projector}.linear_1", f"{projector}.linear_2"), (c.hidden, c.out_hidden, c.out_hidden)
         self.mlp = TowerMLP(names, sizes, "gelu", "vision projector width", sharding, bias=c.bias)
 
-    def _tokens(self, grid: Grid) -> int:
-        return grid[1] * grid[2] // self.config.merged**2
-
-    def shape(self, grid: Grid) -> tuple[int, int, int]:
-        return 1, self._tokens(grid), self.config.out_hidden
-
-    def parts(self, grid: Grid) -> Iterator[tuple[Layer, int, int]]:
-        rows = grid[1] * grid[2]
-        yield self.embedding, rows, 0
-        for block in self.blocks:
-            yield block, rows, rows**2
-        for layer in (self.merging, self.mlp):
-            yield layer, self._tokens(grid), 0
-
-    def encode(self, frames: Tensor, grid: Grid, operations: float) -> Iterator[Tensor | None]:
-        out = torch.empty(self.shape(grid), dtype=self._sharding.dtype)
-        yield from pieces(self._tasks(frames, grid, out[0], operations), operations)
-        yield out
-
-    def _tasks(self, frames: Tensor, grid: Grid, out: Tensor, limit: float) -> Iterator[float]:
-        """Write the encoding of a picture to out [tokens, out_hidden]. Tasks as in ComputedBlock."""
-        c, ranks = self.config, self._sharding.size
-        _, rows, columns = grid
-        x = core.empty((rows * columns, c.hidden), self._sharding.dtype)
-        yield from self._embed(x, frames, grid, limit)
-        layout = PixtralLayout(self._angles(rows, columns))
-        for block in self.blocks:
-            yield from block.tasks(x, layout, limit)
-        tokens = x.view(-1, c.merged**2 * c.hidden)
-        cost = 2 * ranks * c.hidden**2 * c.merged**2 + 2 * c.out_hidden * (c.hidden + c.out_hidden)
-        for part, part_cost in cut_rows(len(tokens), cost, limit, ROW_UNIT):
-            yield part_cost
-            normed = self.token_norm(tokens[part].view(-1, c.hidden)).view(-1, tokens.shape[1])
-            out[part] = self._sharding.sum(self.mlp(self.merging.project(normed)))
-
-    def _embed(self, x: Tensor, frames: Tensor, grid: Grid, limit: float) -> Iterator[float]:
-        """Write the embeddings of all patches to x; each task is some rows of them. Every rank computes all."""
-        c = self.config
-        _, rows, columns = grid
-        row_cost = self._sharding.size * columns * c.patch**2 * (2 * 3 * c.hidden + _PIXEL)
-        for band, cost in cut_rows(rows, row_cost, limit, c.merged):
-            yield cost
-            own = cut_patches(frames, grid, band, self._preprocessing, self._sharding.dtype)
-            x[band.start * columns : band.stop * columns] = self.norm(self.embedding.project(own))
-
-    def _angles(self, rows: int, columns: int) -> Tensor:
-        """Return the cosines and sines of all patches, [t, 2, head_dim / 2]. Even frequencies follow the row."""
+    def layout(self, rows: int, columns: int) -> PixtralLayout:
+        """Return the layout, with cosines and sines [t, 2, head_dim / 2]. Even frequencies follow the row."""
         c = self.config
         frequencies = 1.0 / c.theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
         places = patch_places(slice(0, rows), columns, c.merged)
@@ -220,4 +151,19 @@ class PixtralTower(Encoder):
         for first, place in enumerate(places):
             angles = torch.outer(torch.arange(int(place.max()) + 1).float(), frequencies[first::2])
             parts.append(torch.stack([angles.cos(), angles.sin()], 1)[place])
-        return torch.cat(parts, 2).to(self._sharding.dtype)
+        return PixtralLayout(torch.cat(parts, 2).to(self._sharding.dtype))
+
+    def embed(self, values: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return self.norm(self.embedding.project(values))
+
+    def project(self, x: Tensor) -> Tensor:
+        normed = self.token_norm(x.view(-1, x.shape[2])).view(len(x), -1)
+        return self._sharding.sum(self.mlp(self.merging.project(normed)))
+
+    def projections(self) -> tuple[Layer, ...]:
+        return self.merging, self.mlp
+
+    @property
+    def token_cost(self) -> float:
+        c = self.config
+        return 2.0 * self._sharding.size * c.hidden**2 * c.merged**2 + 2.0 * c.out_hidden * (c.hidden + c.out_hidden)
