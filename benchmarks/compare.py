@@ -47,7 +47,10 @@ class Program:
 
 PEERS = {
     "llama.cpp": Program(
-        "run_llama_cpp.py", ("llama_cpp",), reads=("directories", "GGUF files"), quantizations=("int8", "int4")
+        "run_llama_cpp.py",
+        ("llama_cpp",),
+        reads=("directories", "GGUF files"),
+        quantizations=("int8", "int4", "mxfp4"),
     ),
     "ik_llama.cpp": Program("run_ik_llama_cpp.py", headers=("llama.h",), reads=("GGUF files",)),
     "transformers": Program("run_transformers.py", ("transformers",)),

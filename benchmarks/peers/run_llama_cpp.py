@@ -7,21 +7,25 @@ PEERS in benchmarks/compare.py describes WORKLOAD and RESULT. A step is one llam
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}  # gguf's names by model_type
+ARCHITECTURES = {"gemma3_text": "GEMMA3", "gpt_oss": "GPT_OSS", "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+"""gguf's names by model_type."""
 PROMPT_ROWS = 2048  # tokens in one llama_decode of a prefill
+FUSED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
+"""The tensors of gpt-oss that hold all experts of a layer, gate and up row by row."""
 
 
 def tensors(model: Path) -> Iterator[tuple[str, Any]]:
     """Yield name and memory-mapped values (bf16 as uint16) of each tensor of a safetensors checkpoint."""
     import numpy
 
-    dtypes = {"BF16": numpy.uint16, "F32": numpy.float32}
+    dtypes = {"BF16": numpy.uint16, "F32": numpy.float32, "U8": numpy.uint8}
     for file in sorted(model.glob("*.safetensors")):
         data = numpy.memmap(file, mode="r")
         size = int.from_bytes(data[:8].tobytes(), "little")
@@ -31,66 +35,155 @@ def tensors(model: Path) -> Iterator[tuple[str, Any]]:
                 yield name, data[begin:end].view(dtypes[info["dtype"]]).reshape(info["shape"])
 
 
-def convert(model: Path, target: Path) -> None:
-    """Write the model as GGUF: weights unchanged, norms in fp32, no tokenizer. Does nothing if `target` exists."""
+def in_fp32(values: Any) -> Any:
+    import numpy
+
+    return values if values.dtype == numpy.float32 else (values.astype(numpy.uint32) << 16).view(numpy.float32)
+
+
+def converted(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the name on the hub, one weight a matrix, and the values of each tensor of a GGUF: one array, fp32 or bf16
+    as uint16, or the blocks and the scales of MXFP4. Those of large tensors are views of the checkpoint."""
+    stored, model_type = dict(tensors(model)), config["model_type"]
+    if (rope := rotation_of(config))["rope_type"] == "llama3":
+        yield "rope_freqs.weight", (rope_factors(rope, head_dim_of(config)),)
+    for name, values in stored.items():
+        fused = FUSED_EXPERTS.fullmatch(name)
+        if fused is not None:
+            if fused[3] != "_scales":
+                yield from converted_experts(stored, fused)
+        elif model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            # llama.cpp stores the two rows of a rotated pair next to each other.
+            pairs = values.reshape(-1, 2, head_dim_of(config) // 2, values.shape[-1])
+            yield name, (pairs.swapaxes(1, 2).reshape(values.shape),)
+        elif model_type == "gemma3_text" and name.endswith("norm.weight"):
+            yield name, (in_fp32(values) + 1,)
+        elif name.endswith(".sinks"):
+            yield f"{name}.weight", (in_fp32(values),)
+        elif values.ndim == 1 or ".router." in name:
+            yield name, (in_fp32(values),)
+        else:
+            yield name, (values,)
+
+
+def converted_experts(stored: dict[str, Any], fused: re.Match[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the parts of a tensor of gpt-oss: gate and up, which take turns in its rows, or down."""
+    prefix, matrix, suffix = fused.groups()
+    values = stored[fused[0]]
+    arrays: tuple[Any, ...]
+    if suffix == "_blocks":
+        arrays = values, stored[fused[0].replace("_blocks", "_scales")]
+    elif suffix == "_bias":
+        arrays = (in_fp32(values),)
+    else:  # the only ones that are [experts, inputs, outputs]
+        arrays = (values.swapaxes(1, 2),)
+    kind = "bias" if suffix == "_bias" else "weight"
+    for part, first in (("gate", 0), ("up", 1)) if matrix == "gate_up" else (("down", None),):
+        rows = arrays if first is None else tuple(array[:, first::2] for array in arrays)
+        yield f"{prefix}{part}_proj.{kind}", rows
+
+
+def mxfp4_blocks(codes: Any, scales: Any) -> Any:
+    """Return MXFP4 as a GGUF has it: each scale before its codes, of which byte i holds numbers i and i + 16. The bytes
+    of a checkpoint hold numbers 2 i and 2 i + 1."""
+    import numpy
+
+    nibbles = numpy.stack((codes & 15, codes >> 4), -1).reshape(*codes.shape[:-1], 32)
+    packed = nibbles[..., :16] | nibbles[..., 16:] << 4
+    return numpy.concatenate((scales[..., None], packed), -1).reshape(*codes.shape[:2], -1)
+
+
+def head_dim_of(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def convert(model: Path, config: dict[str, Any], target: Path) -> None:
+    """Write the model as GGUF: matrices unchanged, anything else in fp32, no tokenizer. Does nothing if `target`
+    exists."""
     if target.exists():
         return
     import gguf
     import numpy
 
-    config = json.loads((model / "config.json").read_text())
     model_type = config["model_type"]
     if model_type not in ARCHITECTURES:
         sys.exit(f"converting for llama.cpp: expected model_type in {', '.join(ARCHITECTURES)}, found {model_type}")
     arch = gguf.MODEL_ARCH[ARCHITECTURES[model_type]]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
     partial_file = target.with_suffix(".part")
     writer = gguf.GGUFWriter(partial_file, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
-    if rope.get("rope_type", rope.get("type")) == "llama3":
-        writer.add_tensor("rope_freqs.weight", numpy.array(rope_factors(rope, head_dim), dtype=numpy.float32))
+    add_sizes(writer, config)
+    add_rotation(writer, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for name, values in tensors(model):
-        if model_type == "llama" and ("q_proj" in name or "k_proj" in name):
-            # llama.cpp stores the two rows of a rotated pair next to each other.
-            pairs = values.reshape(heads if "q_proj" in name else kv_heads, 2, head_dim // 2, -1)
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
+    types = gguf.GGMLQuantizationType
+    for name, (values, *scales) in converted(model, config):
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
             sys.exit(f"llama.cpp has no name for {name}")
-        if values.dtype == numpy.uint16 and values.ndim == 1:
-            writer.add_tensor(gguf_name, (values.astype(numpy.uint32) << 16).view(numpy.float32))
-        elif values.dtype == numpy.uint16:
-            raw = numpy.ascontiguousarray(values).view(numpy.uint8)
-            writer.add_tensor(gguf_name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        if scales:
+            shape = (*values.shape[:2], values.shape[2] * 17)
+            writer.add_tensor_info(gguf_name, shape, numpy.uint8, math.prod(shape), types.MXFP4)
         else:
-            writer.add_tensor(gguf_name, values)
+            raw = types.BF16 if values.dtype == numpy.uint16 else types.F32
+            writer.add_tensor_info(gguf_name, values.shape, values.dtype, values.nbytes, raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for _, arrays in converted(model, config):
+        writer.write_tensor_data(mxfp4_blocks(*arrays) if len(arrays) > 1 else numpy.ascontiguousarray(arrays[0]))
     writer.close()
     partial_file.rename(target)
 
 
-def quantise(source: Path, quantization: str, target: Path) -> None:
-    """Write a quantised GGUF: Q8_0 for int8, Q4_0 for int4, the output head in 8 bits as tilerank has it.
+def add_sizes(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim_of(config))
+    writer.add_value_length(head_dim_of(config))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    writer.add_token_list([f"<{number}>" for number in range(config["vocab_size"])])  # tilerank counts them
+    if config["model_type"] in ("gemma3_text", "gpt_oss"):
+        writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window_pattern(config.get("sliding_window_pattern", 6))
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
 
-    Does nothing if `target` exists.
-    """
+
+def rotation_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return how positions rotate queries and keys, in the dialect of transformers 5; of Gemma 3, in the layers that
+    attend to all tokens."""
+    rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
+    rope = rope.get("full_attention", rope)
+    return {"rope_type": rope.get("type", "default"), **rope}
+
+
+def add_rotation(writer: Any, config: dict[str, Any]) -> None:
+    import gguf
+
+    rope = rotation_of(config)
+    writer.add_rope_dimension_count(head_dim_of(config))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config["model_type"] == "gemma3_text":
+        both = config.get("rope_parameters") or {"sliding_attention": {"rope_theta": config["rope_local_base_freq"]}}
+        writer.add_rope_freq_base_swa(both["sliding_attention"]["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def quantise(source: Path, quantization: str, target: Path) -> None:
+    """Write a quantised GGUF: Q8_0 for int8, Q4_0 for int4, and for mxfp4 MXFP4 in experts and Q8_0 in other matrices.
+    The output head has 8 bits, as tilerank has it. Does nothing if `target` exists."""
     if target.exists():
         return
     import ctypes
@@ -98,8 +191,12 @@ def quantise(source: Path, quantization: str, target: Path) -> None:
     import llama_cpp
 
     parameters = llama_cpp.llama_model_quantize_default_params()
-    q8_0 = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
-    parameters.ftype = q8_0 if quantization == "int8" else llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    kinds = {
+        "int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+        "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+        "mxfp4": llama_cpp.LLAMA_FTYPE_MOSTLY_MXFP4_MOE,
+    }
+    parameters.ftype = kinds[quantization]
     parameters.output_tensor_type = parameters.token_embedding_type = llama_cpp.GGML_TYPE_Q8_0
     partial_file = target.with_suffix(".part")
     if llama_cpp.llama_model_quantize(str(source).encode(), str(partial_file).encode(), ctypes.byref(parameters)) != 0:
@@ -107,15 +204,17 @@ def quantise(source: Path, quantization: str, target: Path) -> None:
     partial_file.rename(target)
 
 
-def rope_factors(rope: dict[str, Any], head_dim: int) -> list[float]:
-    """Return the divisor of each rotary frequency by the "llama3" scaling rule."""
+def rope_factors(rope: dict[str, Any], head_dim: int) -> Any:
+    """Return the divisor of each rotary frequency by the "llama3" scaling rule, in fp32."""
+    import numpy
+
     factors = []
     context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     for i in range(0, head_dim, 2):
         turns = context / (2 * math.pi * rope["rope_theta"] ** (i / head_dim))
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return factors
+    return numpy.array(factors, dtype=numpy.float32)
 
 
 class Context:
@@ -130,6 +229,7 @@ class Context:
         parameters.n_ctx = sequences * -(-tokens // 256) * 256
         parameters.n_batch = parameters.n_ubatch = PROMPT_ROWS
         parameters.n_threads = parameters.n_threads_batch = threads
+        parameters.swa_full = False  # layers with a window keep no more than it, as in llama.cpp's server
         self._context = llama_cpp.llama_init_from_model(model, parameters)
         self._batch = llama_cpp.llama_batch_init(PROMPT_ROWS, 0, 1)
         self._vocab = vocab
@@ -165,8 +265,12 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
     start = time.monotonic()
     file = Path(workload["model"])
     if file.suffix != ".gguf":
-        file = Path(workload["scratch"]) / "model.gguf"
-        convert(Path(workload["model"]), file)
+        config = json.loads((file / "config.json").read_text())
+        if workload["quantization"] == "mxfp4" and config["model_type"] != "gpt_oss":
+            found = config["model_type"]
+            sys.exit(f"llama.cpp quantises only experts to MXFP4: expected model_type gpt_oss, found {found}")
+        source, file = file, Path(workload["scratch"]) / "model.gguf"
+        convert(source, config, file)
     if workload["quantization"] is not None:
         source, file = file, Path(workload["scratch"]) / f"model-{workload['quantization']}.gguf"
         quantise(source, workload["quantization"], file)
