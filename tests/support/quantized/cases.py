@@ -83,7 +83,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "moe-mxfp4": ("gpt_oss", {"vocab": 500, "layers": 2, "topk": 5}, "mxfp4", {}),
     "nvfp4": ("qwen3", NARROW, "nvfp4", {}),
     "moe-nvfp4": ("qwen3_moe", MIXTURE | {"moe_inter": 80}, "nvfp4", {"by": "modelopt", "keep": ("self_attn",)}),
-    "deepseek-nvfp4": ("deepseek_v3", DEEPSEEK, "nvfp4", {}),
     "next-fp8": ("qwen3_next", NEXT, "fp8", {}),
     "minimax-fp8": ("minimax_m2", MIXTURE | {"layers": 1, "experts": 2, "moe_inter": 160}, "fp8", {}),
     "moe-fp8-channel": ("qwen3_moe", MIXTURE | {"moe_inter": 288}, "fp8-compressed", {}),
