@@ -43,7 +43,7 @@ def run(reference_of: Callable[[str], Path]) -> Run:
 def check_fp32(run: Run, record: Record, start: Start) -> None:
     """Compare the encodings of all media, on every rank; the logits of every position; the log-probabilities of the
     five likeliest tokens while decoding; and the greedy tokens of all prompts, of different lengths, in one batch,
-    which gives the bits of single prompts."""
+    which gives the bits of single prompts. One rank also continues pages of the cache, and is preempted."""
     for case, ranks in run(record, start).items():
         if case[0] == "float32":
             assert all(rank["encodings"].get("max", 0) <= 1e-4 for rank in ranks), case

@@ -1,7 +1,7 @@
 """Engines under test, their answers, and functions of ranks: results must not depend on what runs in the same batch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,33 @@ def requests() -> list[Request]:
 
 def answers(engine: Engine, some: list[Request]) -> Answers:
     found: Answers = [[] for _ in some]
+    for number, token in tokens_of(engine, some):
+        found[number].append(token)
+    return found
+
+
+def tokens_of(engine: Engine, some: list[Request]) -> Iterator[tuple[int, Any]]:
+    """Yield the tokens of the answers as they come, each with the number of its request."""
     for event in engine.generate(some):
         assert event.logprobs is not None
-        found[event.request].append(
-            [event.token_id, event.logprobs.chosen, [list(pair) for pair in event.logprobs.top]]
-        )
-    return found
+        yield event.request, [event.token_id, event.logprobs.chosen, [list(pair) for pair in event.logprobs.top]]
 
 
 def one_by_one(engine: Engine, all_of_them: list[Request]) -> Answers:
     return [answers(engine, [request])[0] for request in all_of_them]
+
+
+def after_preemption(engine: Engine, some: list[Request], tokens: int) -> Answers:
+    """Return the answers to requests that all lose their pages when they have so many tokens together. These are then
+    computed as a part of the prompts, where latent attention and the delta rule have another form."""
+    found: Answers = [[] for _ in some]
+    for count, (number, token) in enumerate(tokens_of(engine, some), 1):
+        found[number].append(token)
+        if count == tokens:
+            while engine.scheduler.running:
+                engine.scheduler.preempt()
+            forget(engine)
+    return found
 
 
 def score_in_chunks(engine: Engine, prompt: Prompt, cuts: list[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from batching import answers, forget, one_by_one
+from batching import after_preemption, answers, forget, one_by_one
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from tilerank.parallel.group import Group
 from tilerank.parallel.join import Team
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import KVSplit
-from tilerank.runtime.lead import engine as module
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt, Segment, VisibleRange
@@ -102,13 +101,12 @@ def run(
     rungs, sizes = rungs or [core.isa()], chunk_rows or [PREFILL_CHUNK]
     for dtype, rung, cut, model, rows in product(dtypes, rungs, cuts, models, sizes):
         core.force_isa(rung)
-        mock.patch.object(module, "PREFILL_CHUNK", rows).start()
         wanted = load_file(f"{out}/{model}.safetensors")
         config = RankConfig(
             dtype=getattr(torch, dtype),
             strategy=cut,
             kv_split=kv_split,
-            max_total_tokens=1024,
+            max_total_tokens=2048,
             family_options=(options or {}).get(model, {}),
         )
         worker = Worker(Path(out) / model, replace(team, group=witness), config)
@@ -117,7 +115,9 @@ def run(
         if team.group.rank == 0:
             engine = Engine(worker)
             if dtype == "float32":
-                found |= exact(engine, wanted, new_tokens, alone=cut == cuts[-1] and rung != "reference")
+                alone = cut == cuts[-1] and rung != "reference" and not chunk_rows
+                resumed = alone and team.group.size == 1 and rung == rungs[0]
+                found |= exact(engine, wanted, new_tokens, rows, alone=alone, resumed=resumed)
             else:
                 found |= rounded(engine, wanted, new_tokens if decode else 0)
             worker.stop()
@@ -147,29 +147,41 @@ def encoding_errors(worker: Worker, wanted: dict[str, Tensor], dtype: str) -> di
     return statistics(ours, theirs) if ours else {}
 
 
-def exact(engine: Engine, wanted: dict[str, Tensor], new_tokens: int, *, alone: bool) -> dict[str, Any]:
+def exact(
+    engine: Engine, wanted: dict[str, Tensor], new_tokens: int, chunk_rows: int, *, alone: bool, resumed: bool
+) -> dict[str, Any]:
     """Return the largest error of a logit, relative to its row's largest, the largest of a log-probability while
     decoding, the prompts whose greedy tokens differ, and, if `alone`, whether every prompt alone gives the bits of all.
 
     All prompts, of different lengths, are decoded as one batch. Their log-probabilities are compared with the logits of
-    the reference, to check that decoding computes the same as scoring.
+    the reference, to check that decoding computes the same as scoring. So are, if `resumed`, those of answers that
+    continue pages of the cache, and of answers that are preempted half-way.
     """
-    logits = reference_logits(wanted)
+    logits, requests = reference_logits(wanted), continued(wanted, new_tokens)
     scored = [row_errors(engine.score(prompt_of(wanted, p, len(rows))), rows) for p, rows in enumerate(logits)]
-    forget(engine)
-    batch = answers(engine, continued(wanted, new_tokens))
-    logprob_error = 0.0
-    for answer, rows in zip(batch, logits, strict=True):
-        for (token, chosen, top), row in zip(answer, rows[-new_tokens - 1 :].log_softmax(-1), strict=False):
-            pairs = [(token, chosen), *top]
-            logprob_error = max(logprob_error, *(abs(value - float(row[other])) for other, value in pairs))
+    forget(engine, chunk_rows=chunk_rows)
+    batch = answers(engine, requests)
+    forget(engine, chunk_rows=chunk_rows)
+    same_bits = not alone or one_by_one(engine, requests) == batch
+    every = [batch]
+    if resumed:
+        hits = engine.state().hit_tokens
+        every.append(answers(engine, requests))
+        assert engine.state().hit_tokens > hits, "no prompt continues pages of the cache"
+        every.append(after_preemption(engine, requests, len(requests) * new_tokens // 2))
     right = [wanted[f"{p}.token_ids"][-new_tokens:].tolist() for p in range(len(batch))]
-    forget(engine)
+    logprob_error, wrong_tokens = 0.0, set[int]()
+    for found in every:
+        wrong_tokens |= {p for p, answer in enumerate(found) if [token for token, *_ in answer] != right[p]}
+        for answer, rows in zip(found, logits, strict=True):
+            for (token, chosen, top), row in zip(answer, rows[-new_tokens - 1 :].log_softmax(-1), strict=False):
+                pairs = [(token, chosen), *top]
+                logprob_error = max(logprob_error, *(abs(value - float(row[other])) for other, value in pairs))
     return {
         "logit_error": float(torch.cat(scored).max()),
         "logprob_error": logprob_error,
-        "wrong_tokens": [p for p, answer in enumerate(batch) if [token for token, *_ in answer] != right[p]],
-        "same_bits": not alone or one_by_one(engine, continued(wanted, new_tokens)) == batch,
+        "wrong_tokens": sorted(wrong_tokens),
+        "same_bits": same_bits,
     }
 
 

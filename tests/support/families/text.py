@@ -206,8 +206,8 @@ SHORT = Record(
         | delta_nets(3, 6, 24, 40),
     },
     new_tokens=24,
-    # Around the windows of 20 and 31 tokens, with and without the new tokens.
-    prompts=(1, 19, 70),
+    # Around the windows of 20 and 31 tokens, with and without the new tokens; the longest leaves a snapshot of states.
+    prompts=(1, 19, 80),
     seed=3,
     starts=(
         Start(1, SPLIT),
