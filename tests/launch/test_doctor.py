@@ -166,7 +166,7 @@ def test_launchers_on_the_path(tmp_path: Path) -> None:
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """The tests run here, so nothing may be reported to prevent running."""
-    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert doctor.run(argparse.Namespace(json=False, machine=None)) == 0
     out = capsys.readouterr().out
     assert "isa reference" in out
     assert out.count("in use") == 1
@@ -176,9 +176,9 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_emulated_tiles_are_not_called_amx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rungs = [core.Rung("amx", True, "", emulated=True), *(core.Rung(name, True, "") for name in core.ISAS[1:])]
     monkeypatch.setattr(core, "isa_report", lambda: rungs)
-    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert doctor.run(argparse.Namespace(json=False, machine=None)) == 0
     assert "isa amx (emulated tiles, for tests) in use" in capsys.readouterr().out
-    assert doctor.run(argparse.Namespace(json=True)) == 0
+    assert doctor.run(argparse.Namespace(json=True, machine=None)) == 0
     assert [rung["emulated"] for rung in json.loads(capsys.readouterr().out)["isa"]] == [True] + [False] * 4
 
 

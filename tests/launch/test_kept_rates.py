@@ -51,7 +51,7 @@ def test_another_cpu_build_or_set_of_rungs_has_rates_of_its_own(monkeypatch: pyt
     files = [kept_rates._file(RUNGS), kept_rates._file(RUNGS[:1])]
     monkeypatch.setattr(core, "build_digest", lambda: "another")
     files.append(kept_rates._file(RUNGS))
-    monkeypatch.setattr(kept_rates, "_cpu", lambda: {"model": "another"})
+    monkeypatch.setattr(kept_rates, "cpu_fields", lambda: {"model": "another"})
     files.append(kept_rates._file(RUNGS))
     assert len(set(files)) == 4
 
@@ -62,7 +62,7 @@ def test_the_cpu_is_its_model_with_stepping_and_microcode(tmp_path: Path) -> Non
         "microcode\t: 0xa001\ncpu MHz\t\t: 2450.0\n\nprocessor\t: 1\nstepping\t: 2\n"
     )
     expected = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "1", "stepping": "1", "microcode": "0xa001"}
-    assert kept_rates._cpu(tmp_path / "cpuinfo") == expected
+    assert kept_rates.cpu_fields(tmp_path / "cpuinfo") == expected
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ No torch, so that a command can use these figures before it starts ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,33 @@ class ExpertBytes:
 
 
 @dataclass(frozen=True)
+class Products:
+    """Products of each token with the weights of one format (`Layout.format`).
+
+    read: bytes of weights that every step reads. token: operations for each token. of_experts: the weights are those of
+    experts, whose bytes are not in `read`.
+    """
+
+    format: str
+    read: int
+    token: Work
+    of_experts: bool = False
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a step reads and computes in one or more layers, on one rank.
 
     read: bytes of weights that every step reads. experts: weights of which a step reads the chosen experts alone, one
     entry for each share. token: operations for each token. pair: operations for each pair of a query and a key that it
-    sees.
+    sees. products: the parts of `read` and `token` that are products with packed weights, by their format.
     """
 
     read: int = 0
     experts: tuple[ExpertBytes, ...] = ()
     token: Work = Work()
     pair: Work = Work()
+    products: tuple[Products, ...] = field(default=(), compare=False)
 
     def __add__(self, other: Cost) -> Cost:
         return self._plus(other, 1)
@@ -81,6 +96,7 @@ class Cost:
             tuple(ExpertBytes(nbytes, share) for share, nbytes in experts.items() if nbytes),
             self.token + other.token * sign,
             self.pair + other.pair * sign,
+            _sum_of_products(self.products, other.products, sign),
         )
 
     @staticmethod
@@ -91,6 +107,16 @@ class Cost:
         """Operations of `tokens` tokens that see `pairs` keys together, and the bytes of the experts they choose."""
         chosen = sum(part.chosen_by(tokens) for part in self.experts)
         return self.token * tokens + self.pair * pairs + Work(chosen)
+
+
+def _sum_of_products(some: Iterable[Products], others: Iterable[Products], sign: int) -> tuple[Products, ...]:
+    """Add, or with sign -1 subtract, products by their format."""
+    found = {(part.format, part.of_experts): part for part in some}
+    for part in others:
+        key = part.format, part.of_experts
+        before = found.get(key, Products(part.format, 0, Work(), part.of_experts))
+        found[key] = replace(before, read=before.read + sign * part.read, token=before.token + part.token * sign)
+    return tuple(part for part in found.values() if part.read or part.token.flops)
 
 
 OPERATIONS_PER_BYTE = 100

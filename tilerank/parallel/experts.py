@@ -18,7 +18,7 @@ from tilerank.kernels.moe import ExpertActivation, moe
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats import Format, Weight
 
-from .cost import Cost, ExpertBytes
+from .cost import Cost, ExpertBytes, Products
 from .parameters import FusedPlace, Layer, PlainParameter, Rectangle, WeightParameter, whole_tiles
 from .shard import TILE, Cut
 from .sharding import Sharding
@@ -192,7 +192,8 @@ class ParallelExperts(Layer):
 
     def cost(self) -> Cost:
         products = (self.gate_up.products() + self.down.products()) * self.share
-        return Cost(experts=(ExpertBytes(self.nbytes(), self.share),), token=products)
+        by_format = Products(self.gate_up.format.layout.format, 0, products, of_experts=True)
+        return Cost(experts=(ExpertBytes(self.nbytes(), self.share),), token=products, products=(by_format,))
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         yield "expert width", self.cut

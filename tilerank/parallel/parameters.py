@@ -12,7 +12,7 @@ from torch import Tensor
 from tilerank.kernels import core
 from tilerank.kernels.weight_formats import Float, Format, OutputScaledWeight, Weight
 
-from .cost import Cost, Work
+from .cost import Cost, Products, Work
 from .shard import TILE, Cut, HeadCut
 from .sharding import row_unit
 
@@ -242,7 +242,8 @@ class WeightParameter(Parameter):
         weight.write(rows, row, importance=importance)
 
     def cost(self) -> Cost:
-        return Cost(self.nbytes(), token=self.products())
+        nbytes, products = self.nbytes(), self.products()
+        return Cost(nbytes, token=products, products=(Products(self.format.layout.format, nbytes, products),))
 
     def products(self) -> Work:
         """Return the operations that multiply one token with all matrices."""

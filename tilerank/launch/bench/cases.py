@@ -14,11 +14,10 @@ from math import ceil
 from tilerank.loader.card import read_card
 
 from ..errors import LaunchError
-from ..options.arguments import whole_number
+from ..options.arguments import whole_number, whole_numbers
 from .harness import add_repeat_argument
 from .media_inputs import Size, media_prompts, size_of, size_text
 from .peaks import Rates
-from .rank_job import whole_numbers
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from ..errors import LaunchError
 from ..host.placement import auto_ranks
 from ..host.topology import read_topology
-from ..options.arguments import whole_number
+from ..options.arguments import whole_number, whole_numbers
 from .harness import Column, Row, add_json_argument, check_json_argument, header, line, write_json
 from .peaks import Peaks, peaks_of
-from .rank_job import add_rank_arguments, is_rank, placement_of, run_as_rank, run_ranks, whole_numbers
+from .rank_job import add_rank_arguments, is_rank, placement_of, run_as_rank, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tilerank.parallel.cost import Work
 
 from ..host.topology import read_topology
+from ..options.arguments import whole_numbers
 from ..ranks.agreed_rungs import use_fastest_rungs
 from .entry import Calls, Entry
 from .harness import Column, Row, add_json_argument, check_json_argument, header, line, median_by, write_json
@@ -25,7 +26,6 @@ from .peaks import (
     peaks_of,
     share_text,
 )
-from .rank_job import whole_numbers
 
 GROUPS = ("linear", "experts", "attention", "small", "vision")
 """Groups of kernels; the entries of each are in a module kernels_GROUP."""

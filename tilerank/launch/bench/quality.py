@@ -14,7 +14,7 @@ from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.quantization_config import INT4_GROUPS
 
 from ..errors import LaunchError
-from ..options.arguments import whole_number
+from ..options.arguments import whole_number, whole_numbers
 from ..options.hub import add_model_argument
 from ..options.model import CODES
 from ..text import size
@@ -26,7 +26,6 @@ from .rank_job import (
     is_rank,
     run_as_rank,
     run_ranks,
-    whole_numbers,
 )
 from .scoring.text import DEFAULT_TEXT, Text, read_text, read_token_file
 

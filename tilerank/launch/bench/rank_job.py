@@ -15,7 +15,6 @@ from ..errors import LaunchError
 from ..host.placement import Placement, RankPlacement, auto_ranks
 from ..host.topology import Topology, read_topology
 from ..options import model
-from ..options.arguments import whole_number
 from ..options.model import model_options
 from ..ranks import start
 from ..ranks.rank import Job, W, run_rank
@@ -163,9 +162,3 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "how heads that do not divide are cut", "whether ranks share contexts of latents out"
     )
     model.set_default_sizes(parser)
-
-
-def whole_numbers(low: int) -> Callable[[str], list[int]]:
-    """Return an argparse type for distinct whole numbers >= `low`, separated by commas."""
-    parse = whole_number(low)
-    return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))

@@ -14,7 +14,7 @@ from tilerank.parallel.cost import Cost, Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
-from ..options.arguments import whole_number
+from ..options.arguments import whole_number, whole_numbers
 from ..options.hub import add_model_argument
 from ..options.model import model_options
 from .harness import Column, Row, add_json_argument, check_json_argument, write_json
@@ -29,7 +29,6 @@ from .rank_job import (
     placement_of,
     run_as_rank,
     run_ranks,
-    whole_numbers,
 )
 
 if TYPE_CHECKING:

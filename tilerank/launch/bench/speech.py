@@ -11,12 +11,12 @@ from tilerank.parallel.cost import Work
 
 from ..errors import LaunchError
 from ..host.topology import read_topology
+from ..options.arguments import whole_numbers
 from ..options.hub import add_model_argument
 from ..options.model import DTYPES, ModelOptions
 from .harness import Column, Row, add_json_argument, add_repeat_argument, check_json_argument, median_by, write_json
 from .harness import table as lines_of
 from .peaks import Peaks, RateProbe, bench_cores, compute_unit, peaks_of, share_text
-from .rank_job import whole_numbers
 from .report import OURS
 
 if TYPE_CHECKING:

@@ -62,16 +62,38 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--machine",
+        type=Path,
+        metavar="FILE.yaml",
+        help="measure the rates of this machine, in some minutes, and write them to a file for `plan --machine`",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 if something prevents running, else 0."""
+    """Print the report; return 1 if something prevents running, else 0. With --machine, write the file instead."""
+    if args.machine is not None:
+        return _describe(args.machine)
     report, findings = examine()
     if args.json:
         print(json.dumps({**report, "findings": [dataclasses.asdict(finding) for finding in findings]}))
     else:
         print("\n".join([*_text(report), "", *_findings_text(findings)]))
     return int(any(finding.level == "error" for finding in findings))
+
+
+def _describe(path: Path) -> int:
+    """Measure this machine and write its file."""
+    from ..bench.harness import is_writable
+    from ..bench.machine import measure_machine
+    from ..planning.prediction.machine import write_machine
+
+    if not is_writable(path):
+        raise LaunchError(f"--machine: expected a file in a writable directory, found {path}")
+    machine = measure_machine(read_topology())
+    write_machine(path, machine)
+    print(f"{path}: {machine.name}, {machine.read_gbs * machine.nodes:.1f} GB/s")
+    return 0
 
 
 def examine(root: Path = Path("/")) -> tuple[dict[str, Any], list[Finding]]:

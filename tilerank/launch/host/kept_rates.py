@@ -79,11 +79,11 @@ def _file(rungs: Sequence[str]) -> Path:
         raise LaunchError("XDG_CACHE_HOME: expected a directory, because this user has no home, found none") from error
     if not directory.is_absolute():
         raise LaunchError(f"XDG_CACHE_HOME: expected an absolute path, found {str(directory)!r}")
-    key = json.dumps([_cpu(), core.build_digest(), list(rungs)])
+    key = json.dumps([cpu_fields(), core.build_digest(), list(rungs)])
     return directory / "tilerank" / f"rungs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+def cpu_fields(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Return what identifies the model of the first CPU. Containers and hypervisors may hide some of it."""
     first = cpuinfo.read_text().partition("\n\n")[0]
     fields = (line.partition(":") for line in first.splitlines())
@@ -128,7 +128,7 @@ def _keep(path: Path, rungs: Sequence[str], rates: Rates) -> Rates:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch, path.name)
         # The CPU is for people who read the file; its name stands for the CPU already.
-        written.write_text(json.dumps({"cpu": _cpu(), "rates": own}, indent=2))
+        written.write_text(json.dumps({"cpu": cpu_fields(), "rates": own}, indent=2))
         try:
             os.link(written, path)
         except FileExistsError:

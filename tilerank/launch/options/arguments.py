@@ -213,6 +213,12 @@ def path_prefix(text: str) -> str:
     return prefix
 
 
+def whole_numbers(low: int) -> Callable[[str], list[int]]:
+    """Return an argparse type for distinct whole numbers >= `low`, separated by commas."""
+    parse = whole_number(low)
+    return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))
+
+
 def real_number(accepts: Callable[[float], bool], what: str) -> Callable[[str], float]:
     """An argparse type: a number for which `accepts` is true. what: such a number, for the error."""
 

@@ -23,12 +23,24 @@ def described_machine(nodes: int | None, node_bytes: int | None) -> Topology | N
         return None
     if nodes is None or not node_bytes:
         raise LaunchError("--nodes and --node-memory describe a machine together: expected both, above 0")
-    cores = tuple(Core((cpu,), cpu // _CORES, cpu // _CORES) for cpu in range(nodes * _CORES))
+    return idle_machine(nodes, node_bytes, _CORES)
+
+
+def idle_machine(nodes: int, node_bytes: int, cores_of_node: int) -> Topology:
+    """Return an idle machine of equal NUMA nodes."""
+    cores = tuple(Core((cpu,), cpu // cores_of_node, cpu // cores_of_node) for cpu in range(nodes * cores_of_node))
     cpus = tuple(range(len(cores)))
     distances = dict.fromkeys(range(nodes), 20)
     return Topology(
         nodes=tuple(
-            Node(node, node, cpus[node * _CORES :][:_CORES], node_bytes, node_bytes, {**distances, node: 10})
+            Node(
+                node,
+                node,
+                cpus[node * cores_of_node :][:cores_of_node],
+                node_bytes,
+                node_bytes,
+                {**distances, node: 10},
+            )
             for node in range(nodes)
         ),
         cores=cores,

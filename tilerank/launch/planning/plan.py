@@ -23,6 +23,7 @@ from .replicas import ModelBytes
 if TYPE_CHECKING:
     from tilerank.loader.card import ModelCard
     from tilerank.parallel.parameters import Layer
+    from tilerank.runtime.step.model import Model
 
 
 def plan_model(
@@ -40,28 +41,19 @@ def plan_model(
     model: its name in messages. here: the ranks of this host (default: all). placement: of these ranks.
     """
     from tilerank.loader.weight_formats import weight_formats
-    from tilerank.parallel.sharding import Sharding
-    from tilerank.runtime.rank.registry import build_model
     from tilerank.runtime.rank.speech_rank import TALKER_TOKENS, speech_bytes
     from tilerank.runtime.step.cache import (
         bytes_per_state,
         bytes_per_token,
         bytes_per_window_token,
-        expected_tokens,
         has_states,
         window_of,
     )
 
-    cached_tokens, kv_split = options.cached_tokens, options.kv_split
-    expected = expected_tokens(card.context_length) if cached_tokens is None else cached_tokens
+    cached_tokens, expected = options.cached_tokens, _expected_tokens(card, options)
     dtype, kv_dtype = options.torch_dtype(card), options.torch_kv_dtype(card)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
-    if kv_split == "auto" and here is not None and len(here) < tp:
-        kv_split = "off"  # as on the ranks: the rule counts collectives in shared memory
-    models = [
-        build_model(card, Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split))
-        for rank in here or range(tp)
-    ]
+    models = sharded_models(card, tp, options, here)
     with_states = has_states(models[0].cache_specs())
     heads = next(models[0].head_cuts(), None)
     ranks = tuple(
@@ -120,6 +112,29 @@ def plan_model(
     )
     states = num_states(cache.tokens) if with_states else 0
     return dataclasses.replace(plan, cached_tokens=cache.tokens, cache_reason=cache.reason, states=states)
+
+
+def sharded_models(card: ModelCard, tp: int, options: ModelOptions, here: range | None = None) -> list[Model]:
+    """Return the parts of a model on the ranks of this host (default: all); nothing is allocated."""
+    from tilerank.loader.weight_formats import weight_formats
+    from tilerank.parallel.sharding import Sharding
+    from tilerank.runtime.rank.registry import build_model
+
+    dtype, kv_dtype, kv_split = options.torch_dtype(card), options.torch_kv_dtype(card), options.kv_split
+    formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
+    expected = _expected_tokens(card, options)
+    if kv_split == "auto" and here is not None and len(here) < tp:
+        kv_split = "off"  # as on the ranks: the rule counts collectives in shared memory
+    return [
+        build_model(card, Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split))
+        for rank in here or range(tp)
+    ]
+
+
+def _expected_tokens(card: ModelCard, options: ModelOptions) -> int:
+    from tilerank.runtime.step.cache import expected_tokens
+
+    return expected_tokens(card.context_length) if options.cached_tokens is None else options.cached_tokens
 
 
 def _dimensions(model: Layer) -> Iterator[Dimension]:

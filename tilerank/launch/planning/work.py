@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from tilerank.loader.card import ModelCard
     from tilerank.loader.quantization_config import ActivationBits, Quantization
+    from tilerank.runtime.step.model import Model
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,17 @@ def model_work(
     activation_bits: ActivationBits = DEFAULT_ACTIVATION_BITS,
 ) -> ModelWork:
     """Return the cost of our own model on one rank; nothing is allocated."""
-    from tilerank.kernels.kv_pages import PAGE_TOKENS
     from tilerank.loader.weight_formats import weight_formats
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model
+
+    formats = weight_formats(card.quantization, dtype, quantization, activation_bits)
+    return work_of(build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype)))
+
+
+def work_of(model: Model) -> ModelWork:
+    """Return the cost of a rank's part of a model, which need not be allocated."""
+    from tilerank.kernels.kv_pages import PAGE_TOKENS
     from tilerank.runtime.step.cache import (
         bytes_per_source_page,
         bytes_per_state,
@@ -89,14 +97,13 @@ def model_work(
         window_of,
     )
 
-    formats = weight_formats(card.quantization, dtype, quantization, activation_bits)
-    model = build_model(card, Sharding(0, 1, dtype, None, formats=formats, kv_dtype=kv_dtype))
     specs = read_specs(model.cache_specs())
     body = model.cost_without_logits()
+    readers = model.context_part.ranks if model.context_part else 1
     return ModelWork(
         body,
         model.cost() - body,
-        bytes_per_token(specs),
+        bytes_per_token(specs) // readers,
         bytes_per_state(specs),
         source=bytes_per_source_page(specs) // PAGE_TOKENS,
         windowed=bytes_per_window_token(specs),

@@ -1,0 +1,295 @@
+"""`tilerank plan --machine`: the time of a step by hand, the files of machines, and the two commands."""
+
+import argparse
+import json
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from command import DEMO
+from fake_sysfs import sockets
+
+from tilerank.launch.bench import machine as measuring
+from tilerank.launch.bench.public import public_config
+from tilerank.launch.commands import doctor
+from tilerank.launch.commands import plan as command
+from tilerank.launch.errors import LaunchError
+from tilerank.launch.goodput.simulation import StepLoad
+from tilerank.launch.host.placement import place
+from tilerank.launch.host.topology import read_topology
+from tilerank.launch.options.model import ModelOptions
+from tilerank.launch.planning.other_machine import idle_machine
+from tilerank.launch.planning.prediction.machine import (
+    Exchange,
+    Machine,
+    Shares,
+    machine_names,
+    read_machine,
+    share_at,
+    shares_of,
+    write_machine,
+)
+from tilerank.launch.planning.prediction.predict import predict_cases, predicted_step
+from tilerank.launch.planning.prediction.steps import products_of
+from tilerank.launch.planning.work import model_work
+from tilerank.loader.card import read_card
+from tilerank.loader.quantization_config import Quantization
+from tilerank.parallel.cost import Work
+
+FULL = [(1.0, 1.0)]
+SHARES = Shares(
+    source="by hand",
+    products={"bf16": FULL, "int8": FULL, "int4_a8": FULL},
+    attention={"bfloat16": FULL},
+    step_us=0,
+    sequence_us=0,
+    layer_us=0,
+)
+# Reads a byte in a nanosecond, and computes in no time; the kernels between products take none.
+READER = Machine("a reader", "by hand", 2, 10, 64, 1.0, 1e9, 1e9, 1e9, SHARES, between_nodes=Exchange(2.0, 1e9))
+
+# The demo model: hidden 256, MLP 704, 8 query and 2 KV heads of 64, 6 layers, vocabulary 4096, tied.
+QKV, REST, HEAD = 256 * 12 * 64, 8 * 64 * 256 + 3 * 256 * 704, 4096 * 256
+NORMS = 2 * (6 * (256 + 256 + 64 + 64) + 256)
+WEIGHTS = 2 * (6 * (QKV + REST) + HEAD) + NORMS
+CACHED = 6 * 2 * 2 * 64 * 2  # layers, K and V, heads, dims, bytes
+
+
+def step_of(machine: Machine, tp: int, options: ModelOptions | None = None) -> Callable[[StepLoad], float]:
+    topology = idle_machine(machine.nodes, 1 << 36, machine.cores)
+    placement = place(topology, tp)
+    return predicted_step(read_card(DEMO), tp, options or ModelOptions(), machine, placement.ranks)
+
+
+def changed(machine: Machine, **fields: Any) -> Machine:
+    return msgspec.structs.replace(machine, **fields)
+
+
+def with_shares(**fields: Any) -> Machine:
+    return changed(READER, shares=msgspec.structs.replace(SHARES, **fields))
+
+
+def test_shares_between_two_points_follow_the_logarithm_of_the_balance() -> None:
+    points = [(0.1, 0.9), (10.0, 0.5), (20.0, 0.6)]
+    found = [share_at(points, balance) for balance in (0.0, 0.05, 0.1, 1.0, 10.0, 20.0, inf)]
+    assert found == pytest.approx([0.9, 0.9, 0.9, 0.7, 0.5, 0.6, 0.6])
+
+
+def test_a_decode_step_takes_the_time_of_its_bytes() -> None:
+    """One rank on two nodes reads at both rates."""
+    seconds = step_of(READER, 1)(StepLoad.decode(3, 100))
+    assert seconds == pytest.approx((WEIGHTS + 3 * 100 * CACHED) * 1e-9 / 2, rel=1e-6)
+    measured = step_of(with_shares(products={"bf16": [(1.0, 0.5)]}, step_us=70, sequence_us=10, layer_us=5), 1)
+    extra = (WEIGHTS - NORMS) * 1e-9 / 2 + (70 + 3 * 10 + 6 * 5) * 1e-6
+    assert measured(StepLoad.decode(3, 100)) == pytest.approx(seconds + extra, rel=1e-6)
+
+
+def test_ranks_read_their_parts_and_add_up() -> None:
+    """Two ranks have a node each, and halve everything but the norms. Sums: after the embedding, two for a layer, and
+    the logits."""
+    seconds = step_of(READER, 2)(StepLoad.decode(1, 100))
+    part = (WEIGHTS - NORMS + 100 * CACHED) / 2 + NORMS
+    assert seconds == pytest.approx(part * 1e-9 + 14 * 2e-6, rel=1e-6)
+    slow = step_of(changed(READER, between_nodes=Exchange(2.0, 1e-3)), 2)(StepLoad.decode(5, 100))
+    exchanged = 13 * 5 * 256 * 2 + 5 * 4096 * 4
+    fast = step_of(READER, 2)(StepLoad.decode(5, 100))
+    assert slow - fast == pytest.approx(exchanged / 1e6, rel=1e-6)
+
+
+def test_ranks_that_share_the_cores_of_a_node_have_a_part_of_its_rate() -> None:
+    one_node = changed(READER, nodes=1)
+    halves = step_of(one_node, 2)(StepLoad.decode(1, 100))
+    part = (WEIGHTS - NORMS + 100 * CACHED) / 2 + NORMS
+    assert halves == pytest.approx(2 * part * 1e-9 + 14 * 2e-6, rel=1e-6)
+
+
+def test_a_prompt_takes_the_time_of_its_operations() -> None:
+    """Logits, and in the last layer all but keys and values, are of the last token alone."""
+    machine = changed(READER, nodes=1, read_gbs=1e9, bf16_tflops=1e-3)
+    [case] = predict_cases(step_of(machine, 1), [1000], [1], new_tokens=1)
+    pairs = 1000 * 1001 // 2
+    products = 1000 * (6 * QKV + 5 * REST) + REST + HEAD
+    attention = 8 * 64 * 4 * (5 * pairs + 1000)
+    assert case.first_s == pytest.approx((2 * products + attention) / 1e9, rel=1e-4)
+    one = 2 * (6 * (QKV + REST) + HEAD) + 6 * 8 * 64 * 4 * 1001
+    assert case.step_s == pytest.approx(one / 1e9, rel=1e-4)
+    assert case.tokens_per_s == 1 / case.step_s
+
+
+def test_products_have_the_format_of_their_weights() -> None:
+    """int4 keeps the head and the projections to values in int8."""
+    work = model_work(read_card(DEMO), torch.bfloat16, Quantization("int4"))
+    load = StepLoad.decode(2, 50)
+    found: dict[str, Work] = {}
+    for name, part in products_of(work, load):
+        found[name] = found.get(name, Work()) + part
+    values = 6 * 256 * 2 * 64
+    assert found.keys() == {"int4_a8", "int8"}
+    assert found["int8"].int8 == 2 * 2 * (values + HEAD)
+    assert found["int4_a8"].int8 == 2 * 2 * (6 * (QKV + REST) - values)
+    rest = work.step(load) + (found["int8"] + found["int4_a8"]) * -1
+    assert rest.nbytes == pytest.approx(NORMS + 2 * 50 * CACHED)
+    assert (rest.bf16, rest.int8) == (2 * 50 * 6 * 8 * 64 * 4, 0)
+
+
+def test_products_of_experts_have_the_bytes_of_those_that_are_chosen(tmp_path: Path) -> None:
+    config = public_config("qwen3-30b-a3b")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    work = model_work(read_card(tmp_path), torch.bfloat16)
+    assert [part.of_experts for part in work.body.products] == [False, True]
+    read = sum(part.nbytes for _, part in products_of(work, StepLoad.decode(4, 1)))
+    # Everything but norms, and of the 128 experts of a layer those that 4 tokens with 8 choices each choose.
+    expert = 3 * 2048 * 768 * 2
+    layer = 2048 * (32 + 2 * 4) * 128 * 2 + 32 * 128 * 2048 * 2 + 128 * 2048 * 2
+    chosen = 128 * expert * (1 - (1 - 8 / 128) ** 4)
+    assert read == pytest.approx(2 * (layer + chosen) + 151936 * 2048 * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"products": {"int8": FULL}}, "shares: expected products of the format bf16, found int8"),
+        ({"attention": {"int8": FULL}}, "shares: expected attention with a cache of bfloat16, found int8"),
+        ({"products": {"bf16": [(2.0, 1.0), (1.0, 1.0)]}}, "products: bf16: expected points in order of balance"),
+    ],
+)
+def test_shares_that_do_not_suffice(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(LaunchError, match=expected):
+        step_of(with_shares(**change), 1)(StepLoad.decode(1, 1))
+
+
+def test_machines_of_the_package_can_be_read() -> None:
+    for name in machine_names():
+        machine = read_machine(name)
+        shares = shares_of(machine)
+        assert machine.source and shares.source and {"bf16", "int8", "fp8"} <= shares.products.keys()
+    assert len(machine_names()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"speed": 3}, "unknown field `speed`"),
+        ({"nodes": 0}, "nodes"),
+        ({"read_gbs": "fast"}, "read_gbs"),
+        ({"between_nodes": None}, "expected between_nodes, because there are several of them"),
+        ({"hosts": 2}, "expected between_hosts, because there are several of them"),
+        ({"shares": "none"}, "expected a table or one of xeon-amx, zen5, found 'none'"),
+    ],
+)
+def test_mistakes_in_the_file_of_a_machine(change: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(json.dumps(msgspec.to_builtins(READER) | change))  # JSON is YAML
+    with pytest.raises(LaunchError, match=expected):
+        shares_of(read_machine(str(file)))
+    with pytest.raises(
+        LaunchError, match=f"expected a file or one of {', '.join(machine_names())}, found: No such file"
+    ):
+        read_machine(str(tmp_path / "none"))
+
+
+def parse(*words: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_machine(tmp_path / "machine.yaml", READER)
+    goodput = ("--slo", "ttft=50ms,tpot=50ms", "--mix", tmp_path / "mix.jsonl")
+    words = [DEMO, "--machine", tmp_path / "machine.yaml", "--prompt-tokens", 100, "--batch", 1, *goodput]
+    (tmp_path / "mix.jsonl").write_text('{"prompt_tokens": 10, "new_tokens": 4}\n')
+    assert command.run(parse(*words, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tp"] == 2 and report["prediction"]["source_of_shares"] == "by hand"
+    [case] = report["prediction"]["cases"]
+    assert case["step_s"] == pytest.approx(step_of(READER, 2)(StepLoad.decode(1, 116.5)))
+    # Steps take some milliseconds, whatever is in them, and a request needs four of them; 256 run at a time.
+    assert report["prediction"]["goodput_requests_per_s"] > 1000
+    assert command.run(parse(*words)) == 0
+    page = capsys.readouterr().out
+    assert "Prediction for a reader: 2 nodes of 10 cores, 1 GB/s a node. Nothing of this is measured." in page
+    assert "mix.jsonl: 10 prompt tokens" in page and "Rates of the machine: by hand." in page
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--dp", 2), "--machine predicts the speed of one replica: expected no --dp with it"),
+        (("--nodes", 2, "--node-memory", 8), "--machine describes a whole machine: expected no --nodes with it"),
+        (("--cores", "0"), "--cores 0 names cores of this machine, but --machine plans for another one"),
+        (("--tp", 3, "--kv-cache-dtype", "int8"), "expected attention with a cache of int8"),
+    ],
+)
+def test_options_that_do_not_go_with_a_machine(options: tuple[object, ...], expected: str, tmp_path: Path) -> None:
+    write_machine(tmp_path / "machine.yaml", READER)
+    with pytest.raises(LaunchError, match=expected):
+        command.run(parse(DEMO, "--machine", tmp_path / "machine.yaml", *options))
+
+
+def kernel(name: str, format: str, stream: float, compute: float) -> dict[str, Any]:
+    shares = {"stream_share": stream, "compute_share": compute, "limit_share": max(stream, compute)}
+    return {"kernel": name, "format": format, **shares}
+
+
+def test_doctor_writes_what_the_benchmarks_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two nodes of two cores each. A sum takes 3 us, and 1 ms for each MB."""
+    both = {"1": 1.0, "4": 80.0}
+    reports: dict[str, Any] = {
+        "peaks": {
+            "cores": [0, 1, 2, 3],
+            "isa": "avx512",
+            "stream_read_gbs": both,
+            "stream_update_gbs": {"1": 1.0, "4": 60.0},
+            "first_touch_gbs": both,
+            "core_to_core_ns": {"0-1": 100.0},
+            "vector_fp32_tflops": {"4": 1.0},
+            "vector_bf16_tflops": {"4": 2.0},
+            "vector_int8_tops": {"4": 4.0},
+        },
+        "kernels": [
+            kernel("linear", "int4", 0.1, 0.8),
+            kernel("linear", "int4", 0.9, 0.45),
+            kernel("linear", "int4-g32", 0.2, 0.2),
+            kernel("decode attention", "bfloat16", 0.8, 0.2),
+            kernel("decode attention", "int8", 0.7, 0.35),
+            kernel("extend attention", "bfloat16", 0.01, 0.5),
+            kernel("window attention", "bfloat16", 0.3, 0.3),
+        ],
+        "comm": [
+            {"operation": "all_reduce", "bytes": 1000, "seconds": 4e-6},
+            {"operation": "all_reduce", "bytes": 1_001_000, "seconds": 1.004e-3},
+            {"operation": "all_gather", "bytes": 1000, "seconds": 1.0},
+        ],
+    }
+    asked: list[str] = []
+
+    def bench(name: str, *_: str) -> Any:
+        asked.append(name)
+        return reports[name]
+
+    topology = read_topology(sockets(2, 2).write(tmp_path / "sys"))
+    monkeypatch.setattr(measuring, "_bench", bench)
+    monkeypatch.setattr(doctor, "read_topology", lambda: topology)
+    file = tmp_path / "machine.yaml"
+    assert doctor.run(argparse.Namespace(machine=file, json=False)) == 0
+    assert asked == ["peaks", "kernels", "comm"] and "80.0 GB/s" in capsys.readouterr().out
+    found = read_machine(str(file))
+    assert (found.nodes, found.cores, found.read_gbs, found.update_gbs) == (2, 2, 40, 30)
+    assert (found.fp32_tflops, found.bf16_tflops, found.int8_tops) == (0.5, 1, 2)
+    assert found.between_nodes is not None
+    assert (found.between_nodes.latency_us, found.between_nodes.gbs) == pytest.approx((3, 1))
+    shares = shares_of(found)
+    assert shares.products == {"int4": [(0.5, 0.9), (8.0, 0.8)]}
+    assert shares.attention == {"bfloat16": [(0.25, 0.8), (50.0, 0.5)], "int8": [(0.5, 0.7), (50.0, 0.5)]}
+
+
+def test_doctor_does_not_measure_for_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="--machine: expected a file in a writable directory"):
+        doctor.run(argparse.Namespace(machine=tmp_path / "none" / "machine.yaml", json=False))

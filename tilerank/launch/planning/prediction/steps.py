@@ -1,0 +1,143 @@
+"""The time of a step of a model on a machine, from the costs that its layers return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tilerank.parallel.cost import Cost, Work
+
+from ...errors import LaunchError
+from ...goodput.simulation import StepLoad
+from ..work import ModelWork
+from .machine import Exchange, Machine, Shares, balance_of, share_at
+
+SUMS_PER_LAYER = 2
+"""After attention and after the MLP."""
+SMALL_COLUMNS = 24
+"""Columns as wide as the residual that norms, rotations and activations of a layer read and write for each row, with
+queries and keys of three times its width together and an MLP of three: 2 norms of 4, rotations of 2 x 3, and 3 x 3 + 1
+for the activation."""
+_LOGIT_BYTES = 4
+_STATES_IN_PLACE = 2  # a state is read and written
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """The rates of a rank's cores, by the names of `Machine`, a second: bytes and operations."""
+
+    read: float
+    update: float
+    bf16: float
+    int8: float
+    fp32: float | None
+
+    def memory_s(self, work: Work) -> float:
+        return work.nbytes / self.read + work.updated / self.update
+
+    def compute_s(self, work: Work) -> float:
+        if work.fp32 and self.fp32 is None:
+            raise LaunchError(
+                "the machine's file: expected fp32_tflops, because the model computes in fp32, found none"
+            )
+        return work.bf16 / self.bf16 + work.int8 / self.int8 + (work.fp32 / self.fp32 if self.fp32 else 0.0)
+
+
+def rank_rates(machine: Machine, nodes: float) -> RankRates:
+    """Return the rates of a rank that has `nodes` nodes, or a part of one."""
+    fp32 = machine.fp32_tflops
+    return RankRates(
+        nodes * machine.read_gbs * 1e9,
+        nodes * machine.update_gbs * 1e9,
+        nodes * machine.bf16_tflops * 1e12,
+        nodes * machine.int8_tops * 1e12,
+        None if fp32 is None else nodes * fp32 * 1e12,
+    )
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What a rank computes, and on what. work: its part of the model. layers, hidden, vocabulary: of the model."""
+
+    work: ModelWork
+    rates: RankRates
+    layers: int
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class SumOfRanks:
+    """The sums over the ranks of a model. itemsize: bytes of an element of their operands."""
+
+    exchange: Exchange
+    itemsize: int
+
+    def seconds(self, load: StepLoad, model: RankModel) -> float:
+        """Return the time of the sums of a step: one after the embedding, those of the layers, and the logits."""
+        sums = 1 + SUMS_PER_LAYER * model.layers
+        nbytes = sums * load.rows * model.hidden * self.itemsize + load.logits * model.vocabulary * _LOGIT_BYTES
+        return (sums + 1) * self.exchange.latency_us * 1e-6 + nbytes / (self.exchange.gbs * 1e9)
+
+
+def step_seconds(
+    ranks: Sequence[RankModel], shares: Shares, cache: str, sums: SumOfRanks | None
+) -> Callable[[StepLoad], float]:
+    """Return a function from a step to its seconds: those of the slowest rank, and what they do together.
+
+    cache: the dtype of keys and values. sums: None for one rank.
+    """
+    if cache not in shares.attention:
+        raise LaunchError(f"shares: expected attention with a cache of {cache}, found {', '.join(shares.attention)}")
+
+    different = list(dict.fromkeys(ranks))
+
+    def seconds(load: StepLoad) -> float:
+        outside = shares.step_us * 1e-6 + load.sequences * shares.sequence_us * 1e-6
+        exchanged = 0.0 if sums is None else sums.seconds(load, ranks[0])
+        return max(_rank_seconds(rank, shares, cache, load) for rank in different) + exchanged + outside
+
+    return seconds
+
+
+def _rank_seconds(rank: RankModel, shares: Shares, cache: str, load: StepLoad) -> float:
+    products = list(products_of(rank.work, load))
+    rest = rank.work.step(load)
+    for _, work in products:
+        rest += work * -1
+    state = _STATES_IN_PLACE * rank.work.state * load.sequences
+    rest = replace(rest, nbytes=max(rest.nbytes - state, 0.0), updated=float(state))
+    seconds = sum(_kernel_seconds(_points(shares, format), work, rank.rates) for format, work in products)
+    seconds += _kernel_seconds(shares.attention[cache], rest, rank.rates)
+    small = load.rows * rank.hidden * SMALL_COLUMNS * 2 / rank.rates.update
+    logits = 2 * load.logits * rank.vocabulary * _LOGIT_BYTES / rank.rates.update  # written, and read for a token
+    return seconds + logits + rank.layers * (shares.layer_us * 1e-6 + small)
+
+
+def products_of(work: ModelWork, load: StepLoad) -> Iterator[tuple[str, Work]]:
+    """Yield the products of a step by the format of their weights. The rest of `work.step(load)` is attention, with the
+    rules of delta nets, and norms."""
+    for cost, rows in ((work.body, load.rows), (work.end, load.logits)):
+        yield from _products(cost, rows)
+
+
+def _products(cost: Cost, rows: int) -> Iterator[tuple[str, Work]]:
+    chosen = sum(part.chosen_by(rows) for part in cost.experts)
+    every = sum(part.token.flops for part in cost.products if part.of_experts)
+    for part in cost.products:
+        read = chosen * part.token.flops / every if part.of_experts else part.read
+        yield part.format, Work(read) + part.token * rows
+
+
+def _points(shares: Shares, format: str) -> Sequence[tuple[float, float]]:
+    if format not in shares.products:
+        raise LaunchError(
+            f"shares: expected products of the format {format}, found {', '.join(sorted(shares.products))}"
+        )
+    return shares.products[format]
+
+
+def _kernel_seconds(points: Sequence[tuple[float, float]], work: Work, rates: RankRates) -> float:
+    memory_s, compute_s = rates.memory_s(work), rates.compute_s(work)
+    limit_s = max(memory_s, compute_s)
+    return limit_s / share_at(points, balance_of(compute_s, memory_s)) if limit_s else 0.0
