@@ -47,6 +47,11 @@ class KVPages:
         """The dtypes of what is stored into the cache and multiplied with it."""
         return check.ACTIVATION_DTYPES if self.dtype == torch.int8 else (self.dtype,)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors whose rows are the pages, and together hold all that is stored."""
+        return [self.k, self.v] if self.scales is None else [self.k, self.v, self.scales]
+
     @staticmethod
     def nbytes(num_pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes that `empty` allocates for the same arguments."""

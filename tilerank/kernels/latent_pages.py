@@ -42,6 +42,11 @@ class LatentPages:
         """The dtypes of what is stored into the cache and multiplied with it."""
         return check.ACTIVATION_DTYPES if self.dtype == torch.int8 else (self.dtype,)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors whose rows are the pages, and together hold all that is stored."""
+        return [self.data] if self.scales is None else [self.data, self.scales]
+
     @staticmethod
     def nbytes(num_pages: int, latent_dim: int, rope_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes that `empty` allocates for the same arguments."""
