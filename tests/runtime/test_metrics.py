@@ -85,6 +85,15 @@ def test_models_with_cross_attention_report_the_pages_of_sources() -> None:
     assert (status["source_pages"], status["source_pages_used"]) == (40, 10)
 
 
+def test_servers_that_keep_pages_in_files_report_them() -> None:
+    assert not [name for name in samples(client_that_heard(RANKS, STATE)) if "kv_dir" in name]
+    kept = replace(STATE, kv_dir_capacity=1000, kv_dir_bytes=250, kv_dir_written=7, kv_dir_read=3, kv_dir_refused=1)
+    found = samples(client_that_heard(RANKS, STATE, kept))
+    assert found["tilerank_kv_dir_usage_perc"] == 250 / 1000
+    counts = [found[f"tilerank_kv_dir_pages_{name}_total"] for name in ("written", "read", "refused")]
+    assert counts == [7, 3, 1]
+
+
 def test_rates_are_of_the_latest_report() -> None:
     """Rank 0 read 3000 bytes in 2 s, rank 1 1200 bytes in 1 s; they waited 1 of 4 s and 1.5 of 2 s."""
     client = client_that_heard(

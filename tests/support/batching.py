@@ -24,6 +24,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.sequence import Sequence, next_chunk
 from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.lead.states import StatePool
+from tilerank.runtime.lead.stored_pages import StoredPages
 from tilerank.runtime.lead.window_pages import WindowPages
 from tilerank.runtime.protocol.events import ScoredEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
@@ -154,7 +155,9 @@ def forget(
     beside += [WindowPages(window_pages or worker.window_pages, worker.window)] if worker.window else []
     sources = [kind for kind in scheduler.kinds if isinstance(kind, SourcePool)]
     encodings = [kind for kind in scheduler.kinds if isinstance(kind, EncoderCache)]
-    scheduler.kinds = [*beside, *sources, PagePool(pages or worker.pages, beside), *encodings]
+    pool = PagePool(pages or worker.pages, beside)
+    stored = [StoredPages(worker, worker.store, pool, encodings)] if worker.store else []
+    scheduler.kinds = [*beside, *sources, pool, *stored, *encodings]
     scheduler.chunk_rows, scheduler.preemptions = chunk_rows, 0
 
 

@@ -1,5 +1,5 @@
-"""The interface of every kind of cache: pages, pages of windows, states, sources and encodings, which rank 0 gives to
-sequences.
+"""The interface of every kind of cache: pages, pages in files, pages of windows, states, sources and encodings, which
+rank 0 gives to sequences.
 
 The ranks hold the caches. Rank 0 alone decides what a sequence has of each, and the messages of a step say so. The
 schedulers loop over the kinds of their model and name none.
@@ -98,7 +98,8 @@ class CacheKind(Generic[S]):
 
 
 class MediaWork(ABC):
-    """An encoding or a source, which all ranks compute in pieces between the steps of other sequences.
+    """An encoding or a source that all ranks compute, or pages that they read, in pieces between the steps of other
+    sequences.
 
     entry: of the pool that it belongs to; `ready` once it is complete.
     """
@@ -107,8 +108,8 @@ class MediaWork(ABC):
 
     @abstractmethod
     def pieces(self, worker: Worker, operations: float) -> Iterator[bool]:
-        """Start when first advanced, and then lead a piece of about `operations` operations each time, until the entry
-        is ready. Yields whether it was computed, rather than sent."""
+        """Start when first advanced, and then lead a piece each time, of about `operations` operations if it is
+        computed, until the entry is ready. Yields whether it was computed or read, rather than sent."""
 
     @abstractmethod
     def stop(self, worker: Worker) -> None:

@@ -1,5 +1,5 @@
-"""Rank 0 leads the encoding of media, and the storing of sources: one at a time, in pieces between the steps of other
-sequences.
+"""Rank 0 leads the encoding of media, the storing of sources and the reading of pages: one at a time, in pieces between
+the steps of other sequences.
 """
 
 import time

@@ -9,6 +9,7 @@ A sequence can use a page of the tree only as far as the other kinds of cache of
 tokens after that are computed again, into pages of the sequence's own.
 """
 
+import hashlib
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,14 +28,15 @@ from .cache_kind import CacheKind, PagedSequence
 class Page:
     """A full page of the tree: its tokens have the prompt keys `keys` and follow the tokens of its ancestors.
 
-    number: index of the page in the cache. users: number of sequences that have it in their tables. copies: other
-    numbers that it has in some of these, because sequences that compute the same tokens at the same time fill a page
-    each.
+    number: index of the page in the cache. digest: as of `page_digest`, empty for the root. users: number of sequences
+    that have it in their tables. copies: other numbers that it has in some of these, because sequences that compute the
+    same tokens at the same time fill a page each.
     """
 
     number: int
     keys: tuple[int, ...]
     parent: "Page | None"
+    digest: bytes
     children: dict[tuple[int, ...], "Page"] = field(default_factory=dict)
     users: int = 0
     copies: list[int] = field(default_factory=list)
@@ -66,7 +68,7 @@ class PagePool(CacheKind[PagedSequence]):
         """The page tables of the running sequences."""
         self._beside = beside
         self._empty = list(range(pages - 1, -1, -1))  # taken from the end, lowest number first
-        self._root = Page(-1, (), None)
+        self._root = Page(-1, (), None, b"")
         # Pages without users, in order of eviction. A sequence uses all ancestors of its pages and releases pages
         # before their ancestors, so the first page here never has children.
         self._idle: dict[Page, None] = {}
@@ -79,7 +81,7 @@ class PagePool(CacheKind[PagedSequence]):
     def prefix(self, keys: abc.Sequence[int]) -> list[Page]:
         """Return the pages of the tree for the beginning of `keys`."""
         pages, page = [], self._root
-        for page_keys in _pages(keys):
+        for page_keys in full_pages(keys):
             child = page.children.get(page_keys)
             if child is None:
                 break
@@ -153,12 +155,13 @@ class PagePool(CacheKind[PagedSequence]):
         first = len(table.shared)
         if sequence.cached // PAGE_TOKENS == first:
             return
-        for page_keys in _pages(sequence.keys[: sequence.cached], first):
+        for page_keys in full_pages(sequence.keys[: sequence.cached], first):
             parent = table.shared[-1] if table.shared else self._root
             number = table.numbers[len(table.shared)]
             page = parent.children.get(page_keys)
             if page is None:
-                page = parent.children[page_keys] = Page(number, page_keys, parent)
+                digest = page_digest(parent.digest, page_keys)
+                page = parent.children[page_keys] = Page(number, page_keys, parent, digest)
             elif page.users:
                 page.copies.append(number)
             else:
@@ -209,7 +212,13 @@ class PagePool(CacheKind[PagedSequence]):
         page.number = number
 
 
-def _pages(keys: abc.Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:
+def page_digest(before: bytes, keys: tuple[int, ...]) -> bytes:
+    """Return 16 bytes that identify the tokens of a page and all tokens before them. before: the digest of the page
+    before it, empty if it is the first."""
+    return hashlib.blake2b(repr((before, keys)).encode(), digest_size=16).digest()
+
+
+def full_pages(keys: abc.Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:
     """Yield the tokens of each full page, from page `start` on."""
     for first in range(start * PAGE_TOKENS, len(keys) - PAGE_TOKENS + 1, PAGE_TOKENS):
         yield tuple(keys[first : first + PAGE_TOKENS])

@@ -18,6 +18,10 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     window_pages, window_pages_used: pages of layers with a window, 0 for models without, and how many of them running
     requests have reserved.
 
+    kv_dir_capacity, kv_dir_bytes: the most bytes of the files in which rank 0 keeps pages, 0 without such files, and
+    how many they have. kv_dir_written, kv_dir_read, kv_dir_refused: totals since the start of the pages that rank 0 has
+    written, has read, and could not write or found damaged.
+
     speaking: requests that speak or wait for it. speech_frames, speech_samples: totals since the start. talker_pages,
     talker_pages_used: pages of the talker's cache, 0 for models that do not speak, and how many of them are in use.
     """
@@ -43,6 +47,11 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     talker_pages_used: int = 0
     window_pages: int = 0
     window_pages_used: int = 0
+    kv_dir_capacity: int = 0
+    kv_dir_bytes: int = 0
+    kv_dir_written: int = 0
+    kv_dir_read: int = 0
+    kv_dir_refused: int = 0
 
     def __add__(self, other: "EngineState") -> "EngineState":
         """Return the state of two engines taken as one: sums, and the shorter context length."""

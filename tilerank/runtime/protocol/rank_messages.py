@@ -1,4 +1,5 @@
-"""The messages from rank 0 to the other ranks: one small typed message a step, and those that encode media.
+"""The messages from rank 0 to the other ranks: one small typed message a step, those that encode media, and those that
+keep pages in files.
 
 Workers remember the pages of running sequences, so a sequence in a decode step is its number, its length and one token
 id.
@@ -103,6 +104,22 @@ class StopEncode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Drop the encode that was started."""
 
 
+class KeepPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Write the pages of a sequence to files, each rank its part of them, as far as there are none yet.
+
+    pages: (number, digest), from the first page of the sequence on. The digest identifies the tokens of a page and all
+    tokens before them.
+    """
+
+    pages: list[tuple[int, bytes]]
+
+
+class LoadPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read pages from files, and gather how many of the first ones every rank has read. pages: as in KeepPages."""
+
+    pages: list[tuple[int, bytes]]
+
+
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Gather the counters of all ranks."""
 
@@ -111,7 +128,9 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The end of `Worker.follow`; nothing comes after it."""
 
 
-Message = Step | SpeechStep | Encode | Frames | EncodePiece | StopEncode | StoreSource | Count | Stop
+Message = (
+    Step | SpeechStep | Encode | Frames | EncodePiece | StopEncode | StoreSource | KeepPages | LoadPages | Count | Stop
+)
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

@@ -13,6 +13,9 @@ MAX_RUNNING = 256
 PREFILL_CHUNK = 2048
 """Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
 
+KV_DIR_BYTES = 64 << 30
+"""The most bytes of the pages that are kept in files (rank/page_files.py) by default, on all ranks together."""
+
 CHUNK_FRAMES, CONTEXT_FRAMES = 300, 25
 """Frames of a chunk of speech, and the frames before it that are decoded for it."""
 

@@ -1,6 +1,7 @@
 """The configuration of the ranks of a model."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -9,6 +10,7 @@ from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import KVSplit
 
 from ..media.family import FamilyOptions
+from ..protocol.sizes import KV_DIR_BYTES
 from .speech_rank import TALKER_TOKENS
 
 SOURCE_BYTES = 1 << 30
@@ -32,6 +34,7 @@ class RankConfig:
     cached_tokens: how many of max_total_tokens a step is expected to read, for the cost of a cut (default: all).
     source_bytes: of keys and values of encodings, if the model has cross-attention.
     talker_tokens: in the cache of the talker, if the model speaks.
+    kv_dir: where pages of the cache are kept in files; None: nowhere. kv_dir_bytes: at most, of all ranks together.
     family_options: those of the model's family.
     eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
     """
@@ -48,5 +51,7 @@ class RankConfig:
     cached_tokens: int | None = None
     source_bytes: int = SOURCE_BYTES
     talker_tokens: int = TALKER_TOKENS
+    kv_dir: Path | None = None
+    kv_dir_bytes: int = KV_DIR_BYTES
     family_options: FamilyOptions = field(default_factory=dict)
     eager: bool = False

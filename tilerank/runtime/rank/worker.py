@@ -53,6 +53,7 @@ from ..step.model import Encoder
 from ..step.rank_encodings import RankEncodings
 from ..step.step_graphs import StepGraphs
 from .counters import RankCounters, StepCounter
+from .page_store import PageStore, open_page_files
 from .rank_config import RankConfig
 from .registry import build_model, read_supported_card
 from .speech_rank import SpeechOutputs, SpeechRank
@@ -94,6 +95,7 @@ class Worker:
         notes = (*self.card.overruled, products, long_factors_note(self.card.text, self.card.context_length))
         for note in filter(None, notes if group.rank == 0 else ()):
             log.info(note)
+        files = open_page_files(model_dir, self.card, config, sharding, self._model.cache_specs())
         asked = config.quantization
         calibration = None if asked is None or asked.calibration is None else Calibration(asked.calibration)
         self.load_report: LoadReport = load_weights(
@@ -122,6 +124,8 @@ class Worker:
             (self.window_pages + 1) * PAGE_TOKENS,
         )
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
+        self.store = None if files is None else PageStore(files, self._caches, group)
+        """Keeps pages of the cache in files; None if the configuration has no directory for them."""
         step_bytes = bytes_per_step(self._model)
         longest = num_pages(min(self.max_total_tokens, self.card.context_length))
         spare_window_page = self.window_pages if self.window else None
@@ -226,9 +230,13 @@ class Worker:
                     self.prepare_encode(message)
                 case StoreSource():
                     self.store_source(message)
+                case rank_messages.KeepPages() | rank_messages.LoadPages():
+                    assert self.store is not None
+                    self.store.follow(message)
                 case Count():
                     self.gather_counters()
         self.team.group.barrier()
+        self._close_store()
 
     def announce(self, message: Message) -> None:
         """Rank 0: send a message to the ranks that follow."""
@@ -239,6 +247,7 @@ class Worker:
         would look lost to those that still wait for it."""
         self.announce(Stop())
         self.team.group.barrier()
+        self._close_store()
 
     def run(self, step: Step) -> Tensor:
         """Compute a step. Returns what Model.forward returns of the m tokens whose logits it asks for, valid until the
@@ -247,7 +256,11 @@ class Worker:
             self._held.pop(number, None)
         self._encodings.forget(step.forgotten)
         for chunk in step.chunks:
-            self._held.setdefault(chunk.sequence, RankSequence()).pages.extend(chunk.new_pages)
+            pages = self._held.setdefault(chunk.sequence, RankSequence()).pages
+            pages.extend(chunk.new_pages)
+            if self.store is not None:
+                end = chunk.start + len(chunk.token_ids)
+                self.store.forget(pages[chunk.start // PAGE_TOKENS : num_pages(end)])
         for number, index, pages in step.window_pages:
             self._held[number].add_window_pages(index, pages)
         for seen in step.sources:
@@ -329,6 +342,10 @@ class Worker:
     def profile(self) -> Profile | None:
         """Return the time of every kernel of the last step; None if that was not a measured decode step."""
         return self._graphs.profile() if self._graphs is not None else None
+
+    def _close_store(self) -> None:
+        if self.store is not None:
+            self.store.close()
 
     def _forward(self, step: Step) -> Tensor:
         model, caches = self._model, self._caches

@@ -63,6 +63,7 @@ class Totals:
     def __init__(self) -> None:
         self.preemptions = self.prompt_tokens = self.generated_tokens = self.queried_tokens = self.hit_tokens = 0
         self.speech_frames = self.speech_samples = 0
+        self.kv_dir_written = self.kv_dir_read = self.kv_dir_refused = 0
 
     def add(self, before: EngineState, now: EngineState) -> None:
         """Add what one engine has done between two of its states."""
@@ -73,6 +74,9 @@ class Totals:
         self.hit_tokens += now.hit_tokens - before.hit_tokens
         self.speech_frames += now.speech_frames - before.speech_frames
         self.speech_samples += now.speech_samples - before.speech_samples
+        self.kv_dir_written += now.kv_dir_written - before.kv_dir_written
+        self.kv_dir_read += now.kv_dir_read - before.kv_dir_read
+        self.kv_dir_refused += now.kv_dir_refused - before.kv_dir_refused
 
 
 class EngineConnection:

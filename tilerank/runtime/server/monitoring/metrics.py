@@ -212,6 +212,12 @@ class _EngineCollector(Collector):
             used = state.window_pages_used / state.window_pages
             yield _gauge("window_pages", "Pages of layers with a window", state.window_pages)
             yield _gauge("window_pages_usage_perc", "Fraction of these pages that running requests use, 0 to 1", used)
+        if state.kv_dir_capacity:
+            used = state.kv_dir_bytes / state.kv_dir_capacity
+            yield _gauge("kv_dir_usage_perc", "Fraction of --kv-dir-size that files of pages take, 0 to 1", used)
+            yield _counter("kv_dir_pages_written", "Pages of the KV cache written to files", totals.kv_dir_written)
+            yield _counter("kv_dir_pages_read", "Pages read from files", totals.kv_dir_read)
+            yield _counter("kv_dir_pages_refused", "Pages not written, or damaged in files", totals.kv_dir_refused)
         if state.source_pages:
             used = state.source_pages_used / state.source_pages
             yield _gauge("source_pages", "Pages for keys and values of encoded pictures and videos", state.source_pages)

@@ -86,7 +86,7 @@ def found(base: Path, tp: int) -> tuple[dict[str, list[int]], dict[str, Tensor]]
     out = base / f"tp{tp}"
     out.mkdir()
     kwargs = {"out": str(out), "ids": IDS, "prompt": PROMPT, "new_tokens": NEW_TOKENS}
-    tokens = run_ranks(tp, "tests.runtime.test_kv_cache:logits_and_tokens", kwargs=kwargs, timeout=300)[0]
+    tokens = run_ranks(tp, "tests.runtime.kv_cache.test_kv_cache:logits_and_tokens", kwargs=kwargs, timeout=300)[0]
     return tokens, {name: load_file(out / f"{name}.safetensors")["logits"] for name in tokens}
 
 
