@@ -186,13 +186,24 @@ def test_a_lost_replica_leaves_the_others_alone(endless: Options) -> None:
 
 
 def test_ranks_that_served_come_back_however_often(tmp_path: Path) -> None:
-    """Only failures to start count: after the weights are damaged, the second one in a row is the last."""
-    model = demo_copy(tmp_path / "model")
-    with serving("--tp", 2, "--max-restarts", 1, "--model-path", model) as server:
+    """Only failures to start count: after the weights are damaged, the second one in a row is the last. Ranks find the
+    pages that those before them have kept in files."""
+    model, kept = demo_copy(tmp_path / "model"), tmp_path / "kv"
+    with serving("--tp", 2, "--max-restarts", 1, "--model-path", model, "--kv-dir", kept) as server:
+        body = {"prompt": " ".join(PROMPTS * 4), "max_tokens": 8, "temperature": 0}
+        first = server.post("/v1/completions", body).json()
+        pages = (first["usage"]["prompt_tokens"] - 1) // 32
+        assert pages > 1
+        folders = [kept / f"rank-{rank}" for rank in range(2)]
+        await_true(lambda: min(len(list(one.glob("*.page"))) for one in folders) >= pages, 60, "they are not written")
         for _ in range(2):
             os.kill(pid_of(server, "TILERANK_RANK", "1"), signal.SIGKILL)
             server.running.await_line("is ready again")
         answers_again(server)
+        again = server.post("/v1/completions", body).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 32 * pages
+        assert again["choices"] == first["choices"]
+        await_true(lambda: server.gauge("kv_dir_pages_read_total") == pages, 60, "they are not counted")
         for weights in model.glob("*.safetensors"):
             weights.write_bytes(weights.read_bytes()[:-4096])
         os.kill(pid_of(server, "TILERANK_RANK", "1"), signal.SIGKILL)

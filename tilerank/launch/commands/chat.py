@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..logs import say
-from ..options import model
+from ..options import kv_dir, model
 from ..options.arguments import number, whole_number
 from ..ranks import start
 from ..serving import media_options
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_own_arguments(parser)
     media_options.add_arguments(parser)
     model.add_arguments(parser)
+    kv_dir.add_arguments(parser)
     start.add_arguments(parser)
 
 

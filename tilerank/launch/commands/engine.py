@@ -19,7 +19,7 @@ from ..host.placement import divide_placement
 from ..host.topology import read_topology
 from ..logs import say
 from ..offline.link import CONTROL, LINK, PARENT, connect_replicas
-from ..options import model, other_servers, requests
+from ..options import kv_dir, model, other_servers, requests
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import die_with
 from ..processes.status import ErrorReport, StatusPipe
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     requests.add_arguments(parser)
     media_options.add_arguments(parser)
     model.add_arguments(parser)
+    kv_dir.add_arguments(parser)
     start.add_arguments(parser)
     parser.add_argument_group("replicas").add_argument(
         "--dp",
@@ -114,6 +115,8 @@ def own_replicas(
     division = divide(start.own_topology(args, identity, machine), args.tp, args.dp, model_bytes)
     if division.reason is not None and args.log_level in ("debug", "info"):
         say(f"tilerank: --tp {division.tp} --dp {division.dp}: {division.reason}")
+    if division.dp > 1 and args.kv_dir is not None:
+        raise LaunchError(f"--kv-dir {args.kv_dir} is for one replica, found --dp {division.dp}")
     whole = start.own_placement(args, identity, machine, division.tp * division.dp)
     return [
         HostRanks(args, division.tp, range(division.tp), placement, replica if division.dp > 1 else None)

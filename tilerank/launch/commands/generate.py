@@ -16,7 +16,7 @@ from ..errors import LaunchError
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import read_topology
 from ..logs import log_debug_on_rank0, log_info_on_rank0, say
-from ..options import model, other_servers
+from ..options import kv_dir, model, other_servers
 from ..options.arguments import number, whole_number
 from ..planning import cache_size
 from ..planning.plan_text import cache_text, render, states_text, windows_text
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt")
     speech_output.add_arguments(parser)
     model.add_arguments(parser)
+    kv_dir.add_arguments(parser)
     start.add_arguments(parser)
     other_servers.add_arguments(parser, other_servers.MODEL)
 
@@ -133,7 +134,8 @@ class GenerateJob:
                 log_info_on_rank0(log, states_text(self._plan))
             if tokens < self._plan.cached_tokens:
                 log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
-        return Worker(self._model_dir, team, self._options.rank_config(read_card(self._model_dir), tokens))
+        config = self._options.rank_config(read_card(self._model_dir), tokens)
+        return Worker(self._model_dir, team, kv_dir.with_kv_dir(config, self._args))
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core
