@@ -11,7 +11,7 @@ from tilerank.kernels import core, peaks, rung_rates
 from tilerank.kernels.errors import KernelError
 from tilerank.kernels.linear import linear
 from tilerank.kernels.rung_rates import KINDS, ROUNDS, choose, measure, texts
-from tilerank.kernels.weight_formats import LAYOUTS, Float, Int8
+from tilerank.kernels.weight_formats import EXPERT_LAYOUTS, LAYOUTS, Float, Int8
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -51,10 +51,10 @@ def test_every_weight_format_but_fp32_is_a_kind() -> None:
 
     assert {layout.format for layout in LAYOUTS} | {"attention"} == {*KINDS, "f32"}
     kernels = _C.kernels()
-    for kind in KINDS[:-1]:
-        assert {f"linear_{kind}", f"head_linear_{kind}", f"moe_{kind}"} <= {
-            name for name in kernels if core.kind_of(name) == kind
-        }
+    for layout, of_experts in EXPERT_LAYOUTS.items():
+        names = [f"linear_{layout.format}", f"head_linear_{layout.format}", f"moe_{of_experts.format}"]
+        assert set(names) <= {*kernels}
+        assert {core.kind_of(name) for name in names} <= {*KINDS, "f32"}
     unmeasured = {core.kind_of(name) for name in kernels} - {*KINDS}
     assert unmeasured == {"", "f32", "channels"}
 

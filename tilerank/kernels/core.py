@@ -120,12 +120,14 @@ def kind_of(kernel: str) -> str:
     """Return the kind of a compiled kernel: the set of kernels that run on the same rung.
 
     It is the format of the weights for products (Layout.format), "attention" for attention, and "" or another name that
-    `use_rungs` does not get for kernels that always run on `isa()`.
+    `use_rungs` does not get for kernels that always run on `isa()`. Experts of all types of GGUF files run as those of
+    4 bits.
     """
     if kernel in ("attention", "latent_attention"):
         return "attention"
     prefixes = ("linear_", "head_linear_", "moe_", "convolve_")
-    return next((kernel.removeprefix(prefix) for prefix in prefixes if kernel.startswith(prefix)), "")
+    kind = next((kernel.removeprefix(prefix) for prefix in prefixes if kernel.startswith(prefix)), "")
+    return {"gguf": "gguf_u4", "gguf_a8": "gguf_u4_a8"}.get(kind, kind)
 
 
 def use_rungs(rungs: Mapping[str, str]) -> None:

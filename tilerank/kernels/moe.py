@@ -14,7 +14,7 @@ from .errors import KernelError
 from .packed_experts import PackedExperts
 from .reference import moe as reference
 from .weight import TILE_ROWS, WORK_QUEUE_BYTES
-from .weight_formats import LAYOUTS
+from .weight_formats import EXPERT_LAYOUTS, are_expert_formats
 
 _SOFTMAX_TOP_K = Contract(
     "softmax_top_k: logits[m, experts]:f32|bf16 top_k:size renormalize:bool scales[experts]?:f32 -> "
@@ -90,7 +90,7 @@ _MOE = {
         f"queues[{2 * WORK_QUEUE_BYTES}]:u8",
         layout=layout,
     )
-    for layout in LAYOUTS
+    for layout in dict.fromkeys(EXPERT_LAYOUTS.values())
 }
 
 
@@ -108,7 +108,8 @@ def moe(
     """Return sum over each token's experts of weight * (down(h) + down_bias), h = activation(gate(x), up(x)).
 
     x: [m, hidden], dtype `gate_up.weight.format.activations`; gate_up: two parts of [width, hidden]; down:
-    [hidden, width] in the same format; ids: [m, k] int32, the experts of each token; weights: [m, k] float32.
+    [hidden, width] in the same format, or in another type of GGUF files; ids: [m, k] int32, the experts of each token;
+    weights: [m, k] float32.
     gate_up_bias, down_bias: float32 [experts, biases], padded to whole blocks of 32, those of gate and up in turn
     (`parallel.experts.ExpertsBias`); biases of gate and up are added before the activation.
     activation: "silu_mul", h = silu(gate) * up; or "swiglu_clamped" of gpt-oss, h = (u + 1) * g * sigmoid(1.702 * g)
@@ -120,8 +121,8 @@ def moe(
     their weighted sum, in the order of ids, is rounded once. Weights of experts that ids does not contain are not read.
     """
     width = gate_up.n
-    found = (down.experts, down.parts, down.n, down.k, down.weight.format.layout)
-    if gate_up.parts != 2 or found != (gate_up.experts, 1, gate_up.k, width, gate_up.weight.format.layout):
+    found, wanted = (down.experts, down.parts, down.n, down.k), (gate_up.experts, 1, gate_up.k, width)
+    if gate_up.parts != 2 or found != wanted or not are_expert_formats(gate_up.weight.format, down.weight.format):
         raise KernelError(
             f"moe: down: expected 1 part of {gate_up.experts} experts [{gate_up.k}, {width}] {gate_up.weight.format} "
             f"after 2 parts of gate_up, found {down.parts} of {down.experts} experts [{down.n}, {down.k}] "
@@ -129,7 +130,7 @@ def moe(
         )
     if activation not in _ACTIVATIONS:
         raise KernelError(f"moe: activation: expected one of {', '.join(_ACTIVATIONS)}, found {activation!r}")
-    contract = _MOE[gate_up.weight.format.layout]
+    contract = _MOE[EXPERT_LAYOUTS[gate_up.weight.format.layout]]
     contract.check(x, gate_up.weight, down.weight, ids, weights, gate_up.experts, width, 0, gate_up_bias, down_bias)
     if ids.shape[1] == 0:
         raise KernelError("moe: ids: expected at least one expert a token, found none")

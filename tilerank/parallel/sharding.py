@@ -102,7 +102,7 @@ class Sharding:
         projection's `inputs` follow. It is then held in smaller blocks, with the checkpoint's scales repeated. Raises
         ShardError where the kernels have no blocks that small.
         """
-        held = self._format_from(name, _first(rows), _edge(columns, inputs))
+        held = self._format_from(name, _first(rows), columns, inputs)
         return self.value_format(held) if values else held
 
     def fused_format(self, names: Sequence[str], rows: Sequence[Span]) -> Format:
@@ -113,7 +113,7 @@ class Sharding:
         encoded = None if self.formats is None else self.formats.encoded
         if encoded is not None and len({encoded(name) for name in names}) > 1:
             return Float(self.dtype)
-        return self._format_from(names[0], gcd(*(_first(span) for span in rows)), 0)
+        return self._format_from(names[0], gcd(*(_first(span) for span in rows)))
 
     def stacked_formats(self, names: Sequence[str], rows: Sequence[Span]) -> list[Format]:
         """Return the format of each of several projections of one input, one span of rows for each.
@@ -133,27 +133,33 @@ class Sharding:
         """Return the format of a projection to values, where `held` is that of other projections."""
         return held if self.formats is None or self.formats.values is None else self.formats.values
 
+    def table_format(self, name: str) -> Gguf | None:
+        """Return the format in which this rank holds rows of the embedding table `name`; None: as floats."""
+        encoded = None if self.formats is None else self.formats.encoded
+        stored = None if encoded is None else encoded(name)
+        return stored if isinstance(stored, Gguf) else None
+
     def head_format(self, name: str, rows: Span) -> Format:
         """Return the format in which this rank holds `rows` of the output head `name`."""
         if self.formats is None:
             return Float(self.dtype)
         return self.formats.head if self.formats.encoded is None else self.format_of(name, rows=rows)
 
-    def _format_from(self, name: str, row: int, column: int) -> Format:
+    def _format_from(self, name: str, row: int, columns: Span | None = None, inputs: int = 0) -> Format:
         if self.formats is None:
             return Float(self.dtype)
         if self.formats.encoded is None:
             return self.formats.projections
         stored = self.formats.encoded(name)
-        return Float(self.dtype) if stored is None else self._fitted(stored, name, row, column)
+        return Float(self.dtype) if stored is None else self._fitted(stored, name, row, columns, inputs)
 
-    def _fitted(self, stored: Format, name: str, row: int, column: int) -> Format:
-        fitted, blocks = fit_blocks(stored, row, column)
+    def _fitted(self, stored: Format, name: str, row: int, columns: Span | None, inputs: int) -> Format:
+        fitted, blocks = fit_blocks(stored, row, columns, inputs)
         tile = stored.tile_inputs if isinstance(stored, OutputScaledFormat) else TILE
         if any(block % tile for block in blocks):
             raise ShardError(
                 f"{name}: cannot be cut over {self.size} ranks: the part of rank {self.rank} begins at row {row}, "
-                f"column {column}, expected a multiple of {tile} within the blocks of {stored}"
+                f"column {_first(columns)}, expected a multiple of {tile} within the blocks of {stored}"
             )
         return fitted
 
@@ -243,8 +249,13 @@ class Sharding:
         return self.group
 
 
-def fit_blocks(stored: Format, row: int, column: int) -> tuple[Format, Sequence[int]]:
-    """Return `stored` with the largest blocks that have an edge at `row` and `column`, and the sizes of the blocks."""
+def fit_blocks(stored: Format, row: int, columns: Span | None = None, inputs: int = 0) -> tuple[Format, Sequence[int]]:
+    """Return `stored` with the largest blocks for a part, and the sizes of the blocks or of the pieces of them.
+
+    The part begins at `row` and has `columns` (None: all) of `inputs`. Blocks have edges where it begins and ends.
+    Those of a GGUF file stay whole: the part has a piece of them.
+    """
+    column = _edge(columns, inputs)
     if isinstance(stored, OutputScaledFormat) and stored.group:
         group = gcd(stored.group, column)
         return replace(stored, group=group), [group]
@@ -252,8 +263,8 @@ def fit_blocks(stored: Format, row: int, column: int) -> tuple[Format, Sequence[
         blocks = gcd(stored.block_n, row), gcd(stored.block_k, column)
         return replace(stored, block_n=blocks[0], block_k=blocks[1]), blocks
     if isinstance(stored, Gguf):
-        block = gcd(stored.block, column)
-        return replace(stored, block=block), [block]
+        first = _first(columns) % stored.block
+        return replace(stored, first=first), [gcd(stored.block, column)]
     return stored, []
 
 
@@ -269,8 +280,8 @@ def _cut_width(stored: Format, is_stored: bool, strategy: Strategy, width: int, 
     def nbytes(span: Span) -> int:
         if not span.size:
             return 0
-        rows, _ = fit_blocks(stored, span.start, 0) if is_stored else (stored, [])
-        columns, _ = fit_blocks(stored, 0, _edge(span, width)) if is_stored else (stored, [])
+        rows, _ = fit_blocks(stored, span.start) if is_stored else (stored, [])
+        columns, _ = fit_blocks(stored, 0, span, width) if is_stored else (stored, [])
         return rows.nbytes(2 * -(-span.size // TILE) * TILE, hidden) + columns.nbytes(hidden, span.size)
 
     cut = cut_even_padded if strategy == "pad" else cut_uneven

@@ -14,7 +14,8 @@ from tilerank.kernels.moe import moe
 from tilerank.kernels.packed_experts import PackedExperts
 from tilerank.kernels.weight_formats import Gguf, GgufA8
 from tilerank.kernels.weight_formats.gguf import GGUF_TYPES, GgufWeight
-from tilerank.loader.gguf.blocks import decode, dequantise
+from tilerank.kernels.weight_formats.gguf_blocks import decode
+from tilerank.loader.gguf.blocks import dequantise
 
 N, K = 70, 512
 
@@ -31,19 +32,9 @@ def _block(kind: str) -> int:
 
 
 def write(weight: GgufWeight, blocks: Tensor, first: int = 0, row: int = 0) -> None:
-    """Write the columns from `first` on, a multiple of the weight's block."""
-    kind, held = weight.format.type, weight.format.block
-    found, parts = decode(kind, blocks), GGUF_TYPES[kind]
-    at = torch.arange(first, first + weight.k, held) // parts.block
-    groups = slice(first // parts.group, (first + weight.k) // parts.group)
-    weight.write_codes(found.codes[:, first : first + weight.k], row)
-    weight.write_scales(
-        row,
-        found.scales[:, at],
-        None if found.subscales is None else found.subscales[:, groups],
-        None if found.minimums is None else found.minimums[:, at],
-        None if found.subminimums is None else found.subminimums[:, groups],
-    )
+    """Write the columns from `first` on, of which the weight's format says the place in a block."""
+    group = weight.format.parts.group
+    weight.write_blocks(blocks, torch.arange(first // group, (first + weight.k) // group, dtype=torch.int32), row)
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES)
@@ -61,21 +52,23 @@ def test_products_and_rows_have_the_values_of_the_file(rung: str, kind: str) -> 
     ids = torch.tensor([5, 0, 69, 70])
     expected = torch.cat([values[[5, 0, 69]].to(torch.bfloat16), torch.zeros(1, K, dtype=torch.bfloat16)])
     assert torch.equal(weight.embedding(ids), expected)
-    part = Gguf(kind, 64 if _block(kind) > 64 else 32).empty(N, 192)  # inside a block of 256
+    part = Gguf(kind, _block(kind), 64 % _block(kind)).empty(N, 352)  # begins and ends inside of blocks of 256
     write(part, blocks, 64)
-    assert torch.equal(part.unpack(), values[:, 64:256])
-    of_part = linear(x[:2, 64:256].contiguous(), part, out_dtype=torch.float32)
-    assert ((of_part - x[:2, 64:256].double() @ values[:, 64:256].double().T).abs() <= 3e-6 * sizes[:2]).all()
+    assert torch.equal(part.unpack(), values[:, 64:416])
+    assert torch.equal(part.embedding(ids[:3]), expected[:3, 64:416])
+    inputs = x[:, 64:416].contiguous()
+    exact = inputs.double() @ values[:, 64:416].double().T
+    assert ((linear(inputs, part, out_dtype=torch.float32) - exact).abs() <= 3e-6 * sizes).all()
 
 
-def int8_product(x: Tensor, kind: str, blocks: Tensor) -> Tensor:
-    """Return the float32 result of int8 activations by the definition of the format."""
+def int8_product(x: Tensor, kind: str, blocks: Tensor, first: int = 0) -> Tensor:
+    """Return the float32 result of int8 activations by the definition of the format, for columns from `first` on."""
     found, parts = decode(kind, blocks), GGUF_TYPES[kind]
     numbers = parts.numbers(found.codes).double()
     total = torch.zeros(len(x), len(numbers))
-    for at in range(0, x.shape[1], parts.group):
+    for at in range(first, first + x.shape[1], parts.group):
         group, block = at // parts.group, at // parts.block
-        codes, by_row = quantised(x[:, at : at + parts.group])
+        codes, by_row = quantised(x[:, at - first : at - first + parts.group])
         factors = [(found.scales, found.subscales, codes @ numbers[:, at : at + parts.group].T)]
         if found.minimums is not None:
             factors.append((found.minimums, found.subminimums, codes.sum(1, keepdim=True)))
@@ -99,22 +92,31 @@ def test_products_of_int8_activations_are_exact(rung: str, kind: str) -> None:
     wanted = expected.nan_to_num(1e9)
     for m in (75, 1, 3, 9, 33):
         assert torch.equal(torch.nan_to_num(linear(x[:m], weight, out_dtype=torch.float32), 1e9), wanted[:m]), m
+    part = GgufA8(kind, _block(kind), 64 % _block(kind)).empty(N, 352)  # begins and ends inside of blocks of 256
+    write(part, blocks, 64)
+    inputs = x[3:, 64:416].contiguous()
+    expected = int8_product(inputs, kind, blocks, 64)
+    for m in (72, 2):
+        assert torch.equal(linear(inputs[:m], part, out_dtype=torch.float32), expected[:m]), m
 
 
 @pytest.mark.parametrize("form", [Gguf, GgufA8])
 @pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_experts_are_the_same_products(rung: str, kind: str, form: type[Gguf]) -> None:
+    """Files often have the down projection in another type than gate and up."""
     experts, width = 2, 256
+    kinds = list(GGUF_TYPES)
+    other = kinds[(kinds.index(kind) + 5) % len(kinds)]
     gate_up = PackedExperts.empty(experts, width, K, form(kind, _block(kind)), parts=2)
-    down = PackedExperts.empty(experts, K, width, form(kind, _block(kind)))
+    down = PackedExperts.empty(experts, K, width, form(other, _block(other)))
     values: list[list[Tensor]] = [[], [], []]
     for expert in range(experts):
         for part in range(2):
             blocks, found = blocks_of(kind, width, 10 * expert + part)
             write(gate_up.part(expert, part), blocks)  # type: ignore[arg-type]
             values[part].append(found)
-        blocks, found = blocks_of(kind, K, 10 * expert + 2)
-        write(down.part(expert), blocks[:, : width // _block(kind)])  # type: ignore[arg-type]
+        blocks, found = blocks_of(other, K, 10 * expert + 2)
+        write(down.part(expert), blocks[:, : width // _block(other)])  # type: ignore[arg-type]
         values[2].append(found[:, :width])
     x = torch.randn(6, K, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     ids = torch.tensor([[0, 1], [1, 0], [1, 0], [0, 1], [1, 0], [0, 1]], dtype=torch.int32)

@@ -9,8 +9,10 @@ from .channel_fp8 import ChannelFp8 as ChannelFp8
 from .floats import FLOAT_LAYOUTS as FLOAT_LAYOUTS
 from .floats import Float as Float
 from .fp8 import Fp8 as Fp8
+from .gguf import ANY_GGUF
 from .gguf import GGUF_LAYOUTS as GGUF_LAYOUTS
 from .gguf import Gguf as Gguf
+from .gguf_a8 import ANY_GGUF_A8
 from .gguf_a8 import GGUF_A8_LAYOUTS as GGUF_A8_LAYOUTS
 from .gguf_a8 import GgufA8 as GgufA8
 from .group_int8 import GroupInt8 as GroupInt8
@@ -41,3 +43,15 @@ LAYOUTS = (
     *GGUF_A8_LAYOUTS.values(),
 )
 """The layouts of weights for which kernels are compiled."""
+
+EXPERT_LAYOUTS = {
+    **{layout: layout for layout in LAYOUTS},
+    **dict.fromkeys(GGUF_LAYOUTS.values(), ANY_GGUF),
+    **dict.fromkeys(GGUF_A8_LAYOUTS.values(), ANY_GGUF_A8),
+}
+"""For each layout the one of the kernels that multiply experts. Projections of an expert may differ within one."""
+
+
+def are_expert_formats(gate_up: Format, down: Format) -> bool:
+    """Return whether the projections of an expert may have these formats."""
+    return EXPERT_LAYOUTS[gate_up.layout] is EXPERT_LAYOUTS[down.layout]

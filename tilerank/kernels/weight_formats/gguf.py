@@ -22,19 +22,21 @@ from ..errors import KernelError
 from ..reference import ops as reference_ops
 from ..weight import BLOCK_N, Layout, Operands, chosen_blocks
 from . import block_scaled
-from .block_scaled import HALF_N
-from .byte_codes import pack_bytes, unpack_bytes
-from .checks import check_rectangle, check_sizes
+from .block_scaled import HALF_N, TILE_K
+from .byte_codes import unpack_bytes
+from .checks import check_sizes
+from .gguf_blocks import decode
 
-IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_NUMBERS = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
 """What the codes of IQ4_NL and IQ4_XS stand for."""
 
 
 @dataclass(frozen=True)
 class GgufType:
-    """A block format of the files. kind: the kernels that read it, whose codes have `bits` bits and share a subscale in
-    groups of `group` inputs. block: inputs of a block. minimums: whether it has some."""
+    """A block format of the files. number: in files. kind: the kernels that read it, whose codes have `bits` bits and
+    share a subscale in groups of `group` inputs. block: inputs of a block. minimums: whether it has some."""
 
+    number: int
     kind: str
     bits: int
     group: int
@@ -50,61 +52,75 @@ class GgufType:
     def has_subscales(self) -> bool:
         return self.block > self.group
 
+    @property
+    def has_table(self) -> bool:
+        """Whether codes stand for the numbers of a table."""
+        return self.kind == "iq4"
+
     def numbers(self, codes: Tensor) -> Tensor:
         """Return what codes uint8 stand for, in fp32."""
-        if self.kind == "iq4":
-            return torch.tensor(IQ4_NUMBERS, dtype=torch.float32)[codes.int()]
+        if self.has_table:
+            return IQ4_NUMBERS.float()[codes.int()]
         return codes.view(torch.int8).float() if self.kind == "s8" else codes.float() - self.middle
 
 
 GGUF_TYPES = {
-    "Q4_0": GgufType("u4", 4, 32, 32),
-    "Q4_1": GgufType("u4", 4, 32, 32, True),
-    "Q5_0": GgufType("u5", 5, 32, 32),
-    "Q5_1": GgufType("u5", 5, 32, 32, True),
-    "Q8_0": GgufType("s8", 8, 32, 32),
-    "Q2_K": GgufType("u2", 2, 16, 256, True),
-    "Q3_K": GgufType("u3", 3, 16, 256),
-    "Q4_K": GgufType("u4", 4, 32, 256, True),
-    "Q5_K": GgufType("u5", 5, 32, 256, True),
-    "Q6_K": GgufType("u6", 6, 16, 256),
-    "IQ4_NL": GgufType("iq4", 4, 32, 32),
-    "IQ4_XS": GgufType("iq4", 4, 32, 256),
+    "Q4_0": GgufType(2, "u4", 4, 32, 32),
+    "Q4_1": GgufType(3, "u4", 4, 32, 32, True),
+    "Q5_0": GgufType(6, "u5", 5, 32, 32),
+    "Q5_1": GgufType(7, "u5", 5, 32, 32, True),
+    "Q8_0": GgufType(8, "s8", 8, 32, 32),
+    "Q2_K": GgufType(10, "u2", 2, 16, 256, True),
+    "Q3_K": GgufType(11, "u3", 3, 16, 256),
+    "Q4_K": GgufType(12, "u4", 4, 32, 256, True),
+    "Q5_K": GgufType(13, "u5", 5, 32, 256, True),
+    "Q6_K": GgufType(14, "u6", 6, 16, 256),
+    "IQ4_NL": GgufType(20, "iq4", 4, 32, 32),
+    "IQ4_XS": GgufType(23, "iq4", 4, 32, 256),
 }
 """By the names of ggml."""
+
+
+_TENSORS = "values[_, _, 1, 2, {}]:{} scales[_, _, _, 32]:f16 subscales[_, _, _, 32]?:i8"
 
 
 def gguf_layout(type: GgufType, activations: str = "") -> Layout:
     """Return the layout of a kind of types. activations: the end of the names of kernels for other ones than bf16."""
     tile_bytes = HALF_N * type.group * type.bits // 8
-    arrays = f"values[_, _, 1, 2, {tile_bytes}]:u8 scales[_, _, _, {BLOCK_N}]:f16 subscales[_, _, _, _, {BLOCK_N}]?:i8"
-    return Layout(f"gguf_{type.kind}{activations}", "GgufWeight", arrays)
+    dtype = "i8" if type.has_table else "u8"
+    return Layout(f"gguf_{type.kind}{activations}", "GgufWeight", _TENSORS.format(tile_bytes, dtype))
 
 
 GGUF_LAYOUTS = {type.kind: gguf_layout(type) for type in GGUF_TYPES.values()}
+ANY_GGUF = Layout("gguf", "GgufWeight", _TENSORS.format("_", "u8|i8"))
+"""Of all kinds: the projections of experts may have several."""
 
-_PACK = Contract("pack_gguf: w.values codes[_, _]:u8 row:int bits:int")
-_EMBEDDING = {
-    kind: Contract(
-        "GgufWeight.embedding: ids[t]:i64 w:weight first_row:int n:int k:int kind:int -> out[t, k]:bf16",
-        kernel="embedding_gguf",
-        layout=layout,
-    )
-    for kind, layout in GGUF_LAYOUTS.items()
-}
+_PACK = Contract(
+    "GgufWeight.write_blocks: w:weight stored[_, _, _]:u8 sources[_]:i32 row:int type:int bits:int block:int",
+    kernel="pack_gguf",
+    layout=ANY_GGUF,
+)
+_EMBEDDING = Contract(
+    "GgufWeight.embedding: ids[t]:i64 w:weight first_row:int n:int k:int kind:int -> out[t, k]:bf16",
+    kernel="embedding_gguf",
+    layout=ANY_GGUF,
+)
 
 
 @dataclass(frozen=True)
 class Gguf:
     """A block format of GGUF by its name in ggml, such as Q4_K. block: inputs that share a scale; those of the format,
-    or fewer, where a rank's part begins inside a block."""
+    or fewer, where columns move. first: inputs of the first block before those of the weight, where a rank's part
+    begins inside a block."""
 
     type: str
     block: int
+    first: int = 0
 
     activations = torch.bfloat16
     operands: ClassVar[Operands] = "bf16"
     is_quantised = True
+    k_unit = TILE_K
 
     @property
     def parts(self) -> GgufType:
@@ -113,10 +129,6 @@ class Gguf:
     @property
     def layout(self) -> Layout:
         return GGUF_LAYOUTS[self.parts.kind]
-
-    @property
-    def k_unit(self) -> int:
-        return self.block
 
     def nbytes(self, n: int, k: int) -> int:
         return block_scaled.nbytes(self._arrays(n, k))
@@ -127,19 +139,33 @@ class Gguf:
     def allocate(self, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return values, scales and subscales of zeros."""
         values, scales, *subscales = block_scaled.allocate(self._arrays(n, k))
-        return values, scales, subscales[0] if subscales else None
+        if not subscales:
+            return values, scales, None
+        groups, kinds, first = -(-k // self.parts.group), self._subkinds, self.first // self.parts.group
+        shape = (scales.shape[0], first + groups, kinds, BLOCK_N)
+        steps = (groups * kinds * BLOCK_N, kinds * BLOCK_N, BLOCK_N, 1)
+        return values, scales, subscales[0].as_strided(shape, steps)
+
+    @property
+    def _subkinds(self) -> int:
+        """Return 2 where subminimums have bytes of their own."""
+        return 2 if self.parts.minimums and self.parts.bits > 2 else 1
 
     def _arrays(self, n: int, k: int) -> block_scaled.Arrays:
         check_sizes("Gguf", n, k)
         block_scaled.check_unit("Gguf", "block", self.block)
-        parts, blocks, across = self.parts, block_scaled.blocks(n), -(-k // self.block)
-        values: tuple[int, ...] = (blocks, -(-k // parts.group), 1, 2, HALF_N * parts.group * parts.bits // 8)
-        kinds = 2 if parts.minimums else 1
-        subscales = (blocks, across, self.block // parts.group, 1 if parts.bits == 2 else kinds, BLOCK_N)
+        parts, blocks = self.parts, block_scaled.blocks(n)
+        if not 0 <= self.first < self.block or self.first % parts.group:
+            expected = f"a multiple of {parts.group} below {self.block}"
+            raise KernelError(f"Gguf: first: expected {expected}, found {self.first}")
+        groups, across = -(-k // parts.group), -(-(self.first + k) // self.block)
+        values: tuple[int, ...] = (blocks, groups, 1, 2, HALF_N * parts.group * parts.bits // 8)
+        # Those of groups before the first are needed once, not for every 32 outputs.
+        subscales = (self.first // parts.group + blocks * groups) * self._subkinds * BLOCK_N
         return [
-            ((n, k) if core.isa() == "reference" else values, torch.uint8),
-            ((blocks, across, kinds, BLOCK_N), torch.float16),
-            *([(subscales, torch.int8)] if parts.has_subscales else []),
+            ((n, k) if core.isa() == "reference" else values, torch.int8 if parts.has_table else torch.uint8),
+            ((blocks, across, 2 if parts.minimums else 1, BLOCK_N), torch.float16),
+            *([((subscales,), torch.int8)] if parts.has_subscales else []),
         ]
 
 
@@ -157,6 +183,14 @@ class GgufWeight(block_scaled.BlockScaledWeight):
     k: int
     format: Gguf
 
+    @property
+    def groups(self) -> int:
+        return -(-self.k // self.format.parts.group)
+
+    def _blocks(self) -> Tensor:
+        """Return the block of each group, [groups] int64."""
+        return (self.format.first + torch.arange(self.groups) * self.format.parts.group) // self.format.block
+
     def scratch(self, m: int) -> int:
         return block_scaled.scratch_in_vectors(self.format.layout.format, m, self.k, self.format.parts.group)
 
@@ -165,40 +199,41 @@ class GgufWeight(block_scaled.BlockScaledWeight):
             f"GgufWeight.write: rows: floats are not quantised to {self.format.type}, only read from files"
         )
 
-    def write_codes(self, codes: Tensor, row: int) -> None:
-        """Pack codes[r, c] uint8 into weight[row : row + r, : c]."""
-        where = "GgufWeight.write_codes: codes"
-        if self.is_plain:
-            check_rectangle(where, codes, (self.n, self.k), (row, 0))
-            self.values[row : row + codes.shape[0], : codes.shape[1]] = codes
-        elif self.format.parts.kind == "s8":
-            pack_bytes(where, self, codes, torch.uint8, (row, 0))
-        else:
-            check_rectangle(where, codes, (self.n, self.k), (row, 0))
-            if codes.shape[1] % 8:
-                raise KernelError(f"{where}: expected a multiple of 8 columns, found {codes.shape[1]}")
-            _PACK.run(self, codes.contiguous(), row, self.format.parts.bits)
+    def write_blocks(self, stored: Tensor, sources: Tensor, row: int) -> None:
+        """Pack blocks of a file, from row `row` on.
 
-    def write_scales(
-        self,
-        row: int,
-        scales: Tensor,
-        subscales: Tensor | None,
-        minimums: Tensor | None,
-        subminimums: Tensor | None,
-    ) -> None:
-        """Write scales and minimums [r, blocks] float16, and their factors [r, groups] int8, from row `row` on."""
-        if self.format.parts.bits == 2:
-            assert subscales is not None and subminimums is not None
-            subscales, subminimums = subscales | subminimums << 4, None
-        pairs = ((self.scales, (scales, minimums)), (self.subscales, (subscales, subminimums)))
-        for array, kinds in pairs:
-            for kind, numbers in enumerate(kinds):
-                if numbers is not None:
-                    assert array is not None
-                    rows = torch.arange(row, row + numbers.shape[0])
-                    of_kind = array[..., kind, :].flatten(1, -2)
-                    of_kind[rows // BLOCK_N, : numbers.shape[1], rows % BLOCK_N] = numbers
+        stored: [r, blocks, bytes] uint8. sources: [groups] int32, the groups of the stored values that are those of the
+        weight, or its first ones. Raises KernelError for scales that are not finite.
+        """
+        parts, rows = self.format.parts, slice(row, row + stored.shape[0])
+        if rows.stop > self.n or len(sources) > self.groups:
+            raise KernelError(
+                f"GgufWeight.write_blocks: expected at most {self.n - row} rows and {self.groups} groups, "
+                f"found {stored.shape[0]} rows and {len(sources)} groups"
+            )
+        if not self.is_plain:
+            _PACK.run(self, stored, sources, row, parts.number, parts.bits, parts.block)
+            return
+        found, count = decode(self.format.type, stored), len(sources)
+        codes = torch.unflatten(found.codes, 1, (-1, parts.group))[:, sources].flatten(1)[:, : self.k]
+        self.values[rows, : codes.shape[1]] = codes.view(self.values.dtype)
+        blocks, places = sources * parts.group // parts.block, self._blocks()[:count]
+        numbers = torch.arange(rows.start, rows.stop)[:, None]
+
+        def put(array: Tensor, at: Tensor, kind: int, chosen: Tensor) -> None:
+            array[:, :, kind][numbers // BLOCK_N, at, numbers % BLOCK_N] = chosen
+
+        for kind, of_blocks in enumerate((found.scales, found.minimums)):
+            if of_blocks is not None:
+                put(self.scales, places, kind, of_blocks[:, blocks])
+        factors = [None if each is None else each[:, sources] for each in (found.subscales, found.subminimums)]
+        if parts.bits == 2:
+            assert factors[0] is not None and factors[1] is not None
+            factors = [factors[0] | factors[1] << 4, None]
+        for kind, of_groups in enumerate(factors):
+            if of_groups is not None:
+                assert self.subscales is not None
+                put(self.subscales, torch.arange(count) + self.format.first // parts.group, kind, of_groups)
 
     def part(self, row: int, n: int, step: int = 1) -> GgufWeight:
         chosen = chosen_blocks(row, n, step)
@@ -227,26 +262,26 @@ class GgufWeight(block_scaled.BlockScaledWeight):
         kinds = list(self.scales.unbind(2))
         factors: list[Tensor | None] = [None, None]
         if self.subscales is not None:
-            both = self.subscales.unbind(3)
+            both = self.subscales[:, -self.groups :].unbind(2)
             factors = [both[0] & 15, both[0] >> 4 & 15] if parts.bits == 2 else [*both, None]
         minimums = self._by_group(kinds[1], factors[1]) if parts.minimums else None
         return self._by_group(kinds[0], factors[0]), minimums
 
     def codes(self) -> Tensor:
         """Return the codes, [n, k] uint8."""
+        values, parts = self.values.view(torch.uint8), self.format.parts
         if self.is_plain:
-            return self.values
-        parts = self.format.parts
+            return values
         if parts.kind == "s8":
-            return unpack_bytes(self.values, self.n, self.k)
-        return _unpack_planes(self.values, parts.bits, parts.group)[: self.n, : self.k]
+            return unpack_bytes(values, self.n, self.k)
+        return _unpack_planes(values, parts.bits, parts.group)[: self.n, : self.k]
 
     def _by_group(self, scales: Tensor, factors: Tensor | None) -> Tensor:
-        """Return scales [blocks, blocks of inputs, 32] times their factors as [n, groups]."""
-        numbers = scales.float()[:, :, None]
+        """Return scales [blocks, blocks of inputs, 32] times their factors [blocks, groups, 32] as [n, groups]."""
+        numbers = scales.float()[:, self._blocks()]
         if factors is not None:
             numbers = numbers * factors.float()
-        return numbers.flatten(1, 2).transpose(1, 2).flatten(0, 1)[: self.n]
+        return numbers.transpose(1, 2).flatten(0, 1)[: self.n]
 
     def embedding(self, ids: Tensor, first_row: int = 0) -> Tensor:
         """Return rows [t, k] of the weight in bfloat16 for ids[t] int64; ids outside [first_row, first_row + n) give
@@ -255,7 +290,7 @@ class GgufWeight(block_scaled.BlockScaledWeight):
         if core.isa() == "reference" or self.is_plain:
             return reference_ops.embedding(ids, self.unpack().to(torch.bfloat16), first_row)
         kind = 0 if parts.kind == "iq4" else parts.bits
-        return _EMBEDDING[parts.kind](ids, self, first_row, self.n, self.k, kind)
+        return _EMBEDDING(ids, self, first_row, self.n, self.k, kind)
 
 
 def _unpack_planes(values: Tensor, bits: int, group: int) -> Tensor:

@@ -8,7 +8,7 @@ with the minimum of the weight. The order is that of the inputs on every rung, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,10 +16,11 @@ from torch import Tensor
 from .. import core
 from ..reference import weight_formats as reference
 from ..weight import Layout, Operands
-from .gguf import GGUF_TYPES, Gguf, GgufWeight, gguf_layout
+from .gguf import ANY_GGUF, GGUF_TYPES, Gguf, GgufWeight, gguf_layout
 from .int8_rows import scratch_of_int8_rows
 
 GGUF_A8_LAYOUTS = {type.kind: gguf_layout(type, "_a8") for type in GGUF_TYPES.values()}
+ANY_GGUF_A8 = replace(ANY_GGUF, format="gguf_a8")
 
 
 @dataclass(frozen=True)

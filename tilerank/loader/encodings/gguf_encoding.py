@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels.weight_formats.gguf import GgufWeight
+from tilerank.kernels.weight_formats.gguf_blocks import decode
 from tilerank.kernels.weight_formats.mxfp4 import Mxfp4Weight
 from tilerank.parallel.parameters import Rectangle, WeightParameter
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..gguf.architecture import Order
-from ..gguf.blocks import decode, dequantise
+from ..gguf.blocks import dequantise
 from ..gguf.names import NamedTensor
 from ..rectangle import Read, StoredRectangle, place_of, read_floats
 
@@ -124,39 +125,19 @@ def _floats(rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, 
 def _write(
     rectangle: Rectangle, tensor: NamedTensor, stored: StoredRectangle, weight: Any, part: Tensor, row: int
 ) -> None:
-    """Write the codes and scales of a rectangle to a weight, whose blocks may be smaller than those of the file."""
-    type, file_block = tensor.stored.type.name, tensor.stored.type.block
-    found = decode(type, _chosen_rows(rectangle, tensor, stored, part))
+    """Write the codes and scales of a rectangle to a weight. Its blocks may be parts of those of the file."""
+    rows = _chosen_rows(rectangle, tensor, stored, part)
     columns, begin = rectangle.index[1], stored.index[1].start
-    order = tensor.order_of(columns=True)
-    if order is None:
-        codes = found.codes[:, columns.start - begin : columns.stop - begin]
-        positions = torch.arange(columns.start - begin, columns.stop - begin)
-    else:  # the order moves whole blocks of the weight
-        positions = _positions(order, columns) - begin
-        codes = found.codes[:, positions]
+    order = tensor.order_of(columns=True)  # moves whole blocks of the weight
+    positions = (torch.arange(columns.start, columns.stop) if order is None else _positions(order, columns)) - begin
     if isinstance(weight, Mxfp4Weight):
-        weight.write_codes(codes, row)
-        weight.write_scales(found.scales[:, positions[::file_block] // file_block], row)
+        found, block = decode("MXFP4", rows), tensor.stored.type.block
+        weight.write_codes(found.codes[:, positions], row)
+        weight.write_scales(found.scales[:, positions[::block] // block], row)
         return
     assert isinstance(weight, GgufWeight)
-    blocks, group = positions[:: weight.format.block] // file_block, weight.format.parts.group
-    groups = positions[::group] // group
-
-    def of_blocks(scales: Tensor) -> Tensor:
-        return scales[:, blocks]
-
-    def of_groups(factors: Tensor | None) -> Tensor | None:
-        return None if factors is None else factors[:, groups]
-
-    weight.write_codes(codes, row)
-    weight.write_scales(
-        row,
-        of_blocks(found.scales),
-        of_groups(found.subscales),
-        None if found.minimums is None else of_blocks(found.minimums),
-        of_groups(found.subminimums),
-    )
+    group = weight.format.parts.group
+    weight.write_blocks(rows, (positions[::group] // group).int(), row)
 
 
 @dataclass(frozen=True)

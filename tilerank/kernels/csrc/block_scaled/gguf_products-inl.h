@@ -24,6 +24,8 @@ struct GgufProducts {
   static constexpr int64_t kHalfBytes = kWeightBytes / 2;
   static constexpr int64_t kFetches = kInputs / 4;
   static constexpr int64_t kFewRowsPanel = 2 << 10;  // short, so that memory is read while a panel is multiplied
+  static constexpr int kExpandedRows = kLanes == 16 ? 4 : 0;
+  static constexpr int64_t kAhead = 4 << 10;  // bytes between codes that are expanded and those that are prefetched
 
   template <int R>
   [[gnu::always_inline]] static void dot(const char* x, const char* weight, Int8Prefetch& ahead,
@@ -41,7 +43,7 @@ struct GgufProducts {
 
       Vec add(int v, Ints sums, const char* start, Vec row_scale, Vec total) const {
         total = fma(to_vec(sums) * row_scale, scales[v], total);
-        if constexpr (kHasMinimums) total = fma(to_vec(load_word(start)) * row_scale, less[v], total);
+        if constexpr (kHasMinimums) total = fma(set(load_float(start)), less[v], total);
         return total;
       }
     };
@@ -73,10 +75,34 @@ struct GgufForm : GgufProducts<Codes::kInputs, kHasMinimums, Codes::kMinimums ==
 
   static Ints in_order(Ints codes) { return Codes::kNibbleOrder ? in_nibble_order(codes) : codes; }
   static constexpr int64_t place(int64_t i) { return Codes::kNibbleOrder ? nibble_place(i) : i; }
-  static void pack(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
-                   int32_t* starts) {
-    pack_codes<GgufForm>(to, stride, codes, rows, starts);
+  static void pack(char* to, int64_t stride, int64_t step_bytes, const int8_t (&codes)[kInt8Rows][kInt8TileK],
+                   int64_t rows, int64_t steps, char* starts) {
+    pack_codes<GgufForm>(to, stride, step_bytes, codes, rows, steps, starts);
   }
+
+#ifdef TR_AVX512
+  // sums = a step of R rows x a block, whose codes are expanded in registers.
+  template <int R>
+  [[gnu::always_inline]] static void dot_stored(const char* x, const char* stored, Ints (&sums)[R][kInt8VecsAtOnce]) {
+    constexpr int64_t kRuns = kInputs / 8, kRunBytes = Codes::kTileBytes / kRuns;
+#pragma GCC unroll 2
+    for (int v = 0; v < kInt8VecsAtOnce; ++v, stored += Codes::kTileBytes) {
+#pragma GCC unroll 4
+      for (int64_t run = 0; run < kRuns; ++run) {
+        for (int64_t line = 0; line < kRunBytes; line += 64) {
+          _mm_prefetch(stored + run * kRunBytes + line + Base::kAhead, _MM_HINT_T0);
+        }
+        Ints first, second;
+        Codes::expand(stored, run, 0, first, second);
+        const char* const quads = x + 2 * run * R * kQuadBytes;
+        for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
+          sums[r][v] = add_dot(sums[r][v], first, load_word(quads + r * kQuadBytes));
+          sums[r][v] = add_dot(sums[r][v], second, load_word(quads + (R + r) * kQuadBytes));
+        });
+      }
+    }
+  }
+#endif
 
   static const char* expanded(const char* stored, int64_t steps, char* panel) {
     char* to = panel;
@@ -111,6 +137,31 @@ struct GgufForms {
       f(First());
     } else {
       w.has_minimums() ? f(Second()) : f(First());
+    }
+  }
+};
+
+// The forms of weights of any codes. First and Second need the most memory of those with their number of inputs.
+struct AllGgufForms {
+  using Weight = GgufWeight;
+  using First = GgufForms<GgufBytes6>::First;
+  using Second = GgufForms<WholeBytes>::First;
+
+  template <class F>
+  static void with(const Weight& w, const F& f) {
+    switch (w.tile_bytes()) {
+      case GgufBytes2::kTileBytes:
+        return GgufForms<GgufBytes2>::with(w, f);
+      case GgufBytes3::kTileBytes:
+        return GgufForms<GgufBytes3>::with(w, f);
+      case GgufBytes5::kTileBytes:
+        return GgufForms<GgufBytes5>::with(w, f);
+      case GgufBytes6::kTileBytes:
+        return GgufForms<GgufBytes6>::with(w, f);
+      case WholeBytes::kTileBytes:
+        return GgufForms<WholeBytes>::with(w, f);
+      default:
+        return w.has_table() ? GgufForms<Iq4Bytes>::with(w, f) : GgufForms<GgufBytes4>::with(w, f);
     }
   }
 };

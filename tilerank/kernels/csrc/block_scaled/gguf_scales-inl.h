@@ -22,15 +22,20 @@ static inline Ints widen_halves(const void* p) {
 // Scales of one or two levels, and minimums, of the groups of inputs. kNibbles: subscales and subminimums share a byte.
 template <bool kNibbles>
 struct GgufFactors {
-  const int64_t scale_blocks, groups, kinds, subkinds;  // blocks of a row, groups of a block; 2: with minimums
+  const int64_t groups, first, kinds, subkinds;  // of a row; kinds: 2 with minimums
+  const int64_t scale_step, subscale_step;       // from 32 outputs to the next
+  const int shift;
   const f16* const scales;
   const int8_t* const subscales;
 
   explicit GgufFactors(const GgufWeight& w)
-      : scale_blocks(w.scales.size[1]),
-        groups(w.groups()),
+      : groups(w.values.size[1]),
+        first(w.first()),
         kinds(w.scales.size[2]),
-        subkinds(w.subscales ? w.subscales.size[3] : 0),
+        subkinds(w.subscales ? w.subscales.size[2] : 0),
+        scale_step(w.scales.stride[0]),
+        subscale_step(w.subscales ? w.subscales.stride[0] : 0),
+        shift(w.shift()),
         scales(w.scales.as<const f16>()),
         subscales(w.subscales ? w.subscales.as<const int8_t>() : nullptr) {}
 
@@ -52,8 +57,9 @@ struct GgufFactors {
     return minimum * load(at + kBlockN);
   }
 
-  // Prefetches what scale() and minimum() read.
+  // Prefetches what scale() and minimum() read of a group, which may be one of the next block.
   void fetch_scales(int64_t block, int64_t group) const {
+    if (group >= groups) ++block, group = std::min(group - groups, groups - 1);
     const f16* const scale = scales + place(block, group);
     _mm_prefetch(reinterpret_cast<const char*>(scale), _MM_HINT_T1);
     if (kinds == 2) _mm_prefetch(reinterpret_cast<const char*>(scale + kBlockN), _MM_HINT_T1);
@@ -62,10 +68,10 @@ struct GgufFactors {
 
  private:
   int64_t place(int64_t block, int64_t group) const {
-    return (block * scale_blocks + (groups == 1 ? group : group / groups)) * kinds * kBlockN;
+    return block * scale_step + ((first + group) >> shift) * kinds * kBlockN;
   }
   int64_t subplace(int64_t block, int64_t group) const {
-    return (block * scale_blocks * groups + group) * subkinds * kBlockN;
+    return block * subscale_step + (first + group) * subkinds * kBlockN;
   }
 };
 

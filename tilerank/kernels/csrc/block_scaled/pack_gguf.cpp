@@ -1,140 +1,94 @@
-// pack_gguf: writes codes into a weight in a block format of GGUF (gguf.h). embedding_gguf: rows of such a weight.
+// pack_gguf: writes blocks of a GGUF file into a weight in their format (gguf.h).
 #ifndef TR_RUNG
+#include <string>
+
 #include "block_scaled/gguf.h"
 #define TR_SOURCE "block_scaled/pack_gguf.cpp"
 #include "simd/foreach_isa.h"
 #else
+#include "block_scaled/gguf_blocks-inl.h"
+#include "block_scaled/gguf_planes-inl.h"
 
 namespace tilerank::TR_RUNG {
 
-// Calls f(planes) for the planes of so many bits.
-template <class F>
-static void for_planes(int64_t bits, const F& f) {
-  switch (bits) {
-    case 2:
-      return f(CodePlanes<2>());
-    case 3:
-      return f(CodePlanes<3>());
-    case 4:
-      return f(CodePlanes<4>());
-    case 5:
-      return f(CodePlanes<5>());
-    default:
-      return f(CodePlanes<6>());
-  }
-}
-
-// The tile of output n whose inputs begin at k.
+// Writes the codes of a group of output n to its half of a tile.
 template <class Planes>
-static inline uint8_t* tile_of(const Tensor& values, int64_t n, int64_t k) {
-  return values.row<uint8_t>(n / kBlockN) + (k / Planes::kInputs * 2 + n % kBlockN / kHalfN) * Planes::kBytes;
-}
-
-// Writes the codes of a run of 8 inputs of output n.
-template <class Planes>
-static inline void put_run(uint8_t* tile, int64_t n, int64_t run, const uint8_t* codes) {
-  uint32_t nibbles = 0, pairs = 0, singles = 0;
-  constexpr int kLow = Planes::kNibbles ? 4 : 2;
-  for (int i = 0; i < 8; ++i) {
-    nibbles |= (codes[i] & 15u) << nibble_shift(i);
-    pairs |= (Planes::kNibbles ? codes[i] >> 4 & 3u : codes[i] & 3u) << 2 * i;
-    singles |= (codes[i] >> kLow & 1u) << i;
-  }
-  const auto put = [](uint8_t* to, uint32_t bits, size_t size) { std::memcpy(to, &bits, size); };
-  if (Planes::kNibbles) put(tile + run * 64 + n * 4, nibbles, 4);
-  if (Planes::kPairs) put(tile + Planes::kPairsAt + run * 32 + n * 2, pairs, 2);
-  if (Planes::kSingles) put(tile + Planes::kSinglesAt + run * 16 + n, singles, 1);
-}
-
-// Writes codes[r, c] u8 to the first c columns from row `row` on. Their rows are contiguous; c is a multiple of 8.
-TR_ENTRY(pack_gguf, Team& team, const Tensor& w_values, const Tensor& codes, int64_t row, int64_t bits) {
-  // No two threads write to one block of outputs.
-  const int64_t first = row / kBlockN, columns = codes.size[1];
-  const Range own = team.share(blocks(row + codes.size[0], kBlockN) - first);
-  for_planes(bits, [&](auto planes) {
-    using Planes = decltype(planes);
-    const int64_t begin = std::max(row, (first + own.begin) * kBlockN);
-    const int64_t end = std::min(row + codes.size[0], (first + own.end) * kBlockN);
-    for (int64_t n = begin; n < end; ++n) {
-      const uint8_t* const from = codes.row<const uint8_t>(n - row);
-      for (int64_t k = 0; k < columns; k += 8) {
-        put_run<Planes>(tile_of<Planes>(w_values, n, k), n % kHalfN, k % Planes::kInputs / 8, from + k);
-      }
+static inline void put_group(uint8_t* tile, int64_t n, const uint8_t* codes) {
+  constexpr uint64_t kEven = 0x000f000f000f000f, kPairs = 0x0303030303030303, kSingles = 0x0101010101010101;
+  for (int64_t run = 0; run < Planes::kRuns; ++run) {
+    uint64_t eight;
+    std::memcpy(&eight, codes + run * 8, 8);
+    const auto put = [](uint8_t* to, uint64_t bits, size_t size) { std::memcpy(to, &bits, size); };
+    if (Planes::kNibbles) {  // in the order of nibble_shift
+      put(tile + run * 64 + n * 4, _pext_u64(eight, kEven) | _pext_u64(eight, kEven << 8) << 16, 4);
     }
-  });
+    if (Planes::kPairs) {
+      put(tile + Planes::kPairsAt + run * 32 + n * 2, _pext_u64(eight, kPairs << (Planes::kNibbles ? 4 : 0)), 2);
+    }
+    if (Planes::kSingles) {
+      put(tile + Planes::kSinglesAt + run * 16 + n, _pext_u64(eight, kSingles << (Planes::kNibbles ? 4 : 2)), 1);
+    }
+  }
 }
 
-// The code of one input.
-template <class Planes>
-static inline int code_at(const uint8_t* tile, int64_t n, int64_t input) {
-  const int64_t run = input / 8, i = input % 8;
-  constexpr int kLow = Planes::kNibbles ? 4 : 2;
-  int code = 0;
-  if (Planes::kNibbles) {
-    uint32_t word;
-    std::memcpy(&word, tile + run * 64 + n * 4, 4);
-    code = static_cast<int>(word >> nibble_shift(static_cast<int>(i)) & 15);
-  }
-  if (Planes::kPairs) {
-    uint16_t word;
-    std::memcpy(&word, tile + Planes::kPairsAt + run * 32 + n * 2, 2);
-    code |= (word >> 2 * i & 3) << (Planes::kNibbles ? 4 : 0);
-  }
-  if (Planes::kSingles) code |= (tile[Planes::kSinglesAt + run * 16 + n] >> i & 1) << kLow;
-  return code;
+// The same for codes of 8 bits, in the order of block_scaled.h.
+struct WholeCodes {
+  static constexpr int64_t kInputs = kTileK, kBytes = kHalfN * kTileK;
+};
+template <>
+inline void put_group<WholeCodes>(uint8_t* tile, int64_t n, const uint8_t* codes) {
+  uint8_t* const to = tile + n / 4 * 16 + n % 4 * 2;
+  for (int64_t i = 0; i < WholeCodes::kInputs; i += 2) std::memcpy(to + i / 4 * 64 + i % 4 * 4, codes + i, 2);
 }
 
-static inline float number_of(const f16* at) { return _cvtsh_ss(at->bits); }
+static inline void check_finite(uint16_t bits, int64_t row, int64_t block) {
+  constexpr int kExponent = 0x7c00;
+  if ((bits & kExponent) != kExponent) return;
+  const char* const found = bits & 0x3ff ? "nan" : bits >> 15 ? "-inf" : "inf";
+  throw Error("expected finite scales, found " + std::string(found) + " in row " + std::to_string(row) + ", block " +
+              std::to_string(block));
+}
 
-// out[ids, k] bf16: rows of w, zeros for ids outside of [first_row, first_row + n). kind: bits of a code; 8: bytes;
-// 0: IQ4.
-TR_ENTRY(embedding_gguf, Team& team, const Tensor& ids, const GgufWeight& w, int64_t first_row, int64_t n, int64_t k,
-         int64_t kind, const Tensor& out) {
-  constexpr int64_t kColumns = 512;  // of a task, so that several threads share a lone row
-  const int64_t parts = blocks(k, kColumns), scale_blocks = w.scales.size[1];
-  const int64_t groups = w.groups(), kinds = w.scales.size[2], subkinds = w.subscales ? w.subscales.size[3] : 0;
-  const Range tasks = team.share(ids.size[0] * parts);
-  const auto unpack = [&](auto planes, int64_t row, Range columns, bf16* to) {
+// Writes rows of blocks stored[r, blocks, bytes] of a type to a weight, from row `row` on. sources[g]: the group of the
+// stored values that is group g of the weight.
+TR_ENTRY(pack_gguf, Team& team, const GgufWeight& w, const Tensor& stored, const Tensor& sources, int64_t row,
+         int64_t type, int64_t bits, int64_t block) {
+  // No two threads write to one block of outputs.
+  const int64_t first = row / kBlockN, end = row + stored.size[0];
+  const Range own = team.share(blocks(end, kBlockN) - first);
+  const int64_t kinds = w.scales.size[2], subkinds = w.subscales ? w.subscales.size[2] : 0;
+  const int64_t before = w.first();
+  const int shift = w.shift();
+  const int32_t* const source_of = sources.as<const int32_t>();
+  const auto pack = [&](auto planes) {
     using Planes = decltype(planes);
-    const bool bytes = kind == 8, table = kind == 0;
-    const int64_t inputs = bytes ? kTileK : Planes::kInputs, block = row / kBlockN, output = row % kBlockN;
-    const int middle = bytes || table || kinds == 2 ? 0 : 1 << (kind - 1);
-    for (int64_t column = columns.begin; column < columns.end; ++column) {
-      const int64_t group = column / inputs;
-      const f16* const at =
-          w.scales.as<const f16>() + (block * scale_blocks + group / groups) * kinds * kBlockN + output;
-      int number;
-      if (bytes) {
-        const int64_t i = column % kTileK, o = output % kHalfN;
-        const uint8_t* const tile = w.values.row<uint8_t>(block) + (group * 2 + output / kHalfN) * w.values.size[4];
-        // The order of the bytes of a line is that of block_scaled.h.
-        number = static_cast<int8_t>(tile[i / 4 * 64 + o / 4 * 16 + i % 4 / 2 * 8 + o % 4 * 2 + i % 2]);
-      } else {
-        const int code = code_at<Planes>(tile_of<Planes>(w.values, row, column), output % kHalfN, column % inputs);
-        number = table ? kIq4Numbers[code] : code - middle;
+    FileBlock found{};
+    for (int64_t n = std::max(row, (first + own.begin) * kBlockN); n < std::min(end, (first + own.end) * kBlockN);
+         ++n) {
+      const int64_t output = n % kBlockN;
+      int64_t held = -1;
+      for (int64_t group = 0; group < sources.size[0]; ++group) {
+        const int64_t value = source_of[group] * Planes::kInputs, number = value / block, at = value % block;
+        if (number != held) {
+          held = number;
+          read_block(type, stored.row<const uint8_t>(n - row) + number * stored.stride[1], found);
+          check_finite(found.scale, n - row, number);
+          if (kinds == 2) check_finite(found.minimum, n - row, number);
+        }
+        put_group<Planes>(tile_of<Planes>(w.values, n, group * Planes::kInputs), n % kHalfN, found.codes + at);
+        uint16_t* const scale =
+            w.scales.row<uint16_t>(n / kBlockN) + ((before + group) >> shift) * kinds * kBlockN + output;
+        *scale = found.scale;
+        if (kinds == 2) scale[kBlockN] = found.minimum;
+        if (!subkinds) continue;
+        const int8_t factor = found.subscales[at / Planes::kInputs], other = found.subminimums[at / Planes::kInputs];
+        int8_t* const to = w.subscales.row<int8_t>(n / kBlockN) + (before + group) * subkinds * kBlockN + output;
+        *to = bits == 2 ? static_cast<int8_t>(factor | other << 4) : factor;
+        if (subkinds == 2) to[kBlockN] = other;
       }
-      float scale = number_of(at), minimum = kinds == 2 ? number_of(at + kBlockN) : 0;
-      if (w.subscales) {
-        const int8_t* const factors =
-            w.subscales.as<const int8_t>() + (block * scale_blocks * groups + group) * subkinds * kBlockN + output;
-        scale *= static_cast<float>(kind == 2 ? *factors & 15 : *factors);
-        if (kinds == 2) minimum *= static_cast<float>(kind == 2 ? *factors >> 4 & 15 : factors[kBlockN]);
-      }
-      const float value = std::fma(scale, static_cast<float>(number), minimum);
-      Vec rounded = set(value);
-      store(to + column, rounded, 1);
     }
   };
-  for (int64_t task = tasks.begin; task < tasks.end; ++task) {
-    const int64_t row = ids.as<int64_t>()[task / parts * ids.stride[0]] - first_row, column = task % parts * kColumns;
-    const Range columns{column, std::min(column + kColumns, k)};
-    bf16* const to = out.as<bf16>() + task / parts * k;
-    if (row < 0 || row >= n) {
-      std::memset(to + column, 0, static_cast<size_t>(columns.end - columns.begin) * sizeof(bf16));
-    } else {
-      for_planes(kind == 0 || kind == 8 ? 4 : kind, [&](auto planes) { unpack(planes, row, columns, to); });
-    }
-  }
+  bits == 8 ? pack(WholeCodes()) : for_planes(bits, pack);
 }
 
 }  // namespace tilerank::TR_RUNG

@@ -22,23 +22,29 @@ constexpr int kInt8VecsAtOnce = 2;  // vectors of a block that a micro-kernel mu
 //
 //   [quads][R][kQuadBytes], [R] int32 starts of its sums, [R] fp32 scales
 //
-// pack_codes stores the quads of `rows` of them, `stride` bytes apart, and their starts: -kZero times the sum of a
-// row's codes. Form::in_order, or place(i) for code i, says the order of the inputs.
+// pack_codes stores the quads of `rows` of them, `stride` bytes apart, for `steps` steps of kInt8TileK codes, and their
+// starts: -kZero times the sum of a row's codes. step_bytes: from one step to the next. Form::in_order, or place(i) for
+// code i, says the order of the inputs.
 #ifdef TR_AVX512
 constexpr int64_t kQuadBytes = 4;
 constexpr int kInt8Rows = 14;
 
 template <class Form>
-static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
-                              int32_t* starts) {
-  Ints lines[16] = {}, quads[16], excess{};
+static inline void pack_codes(char* to, int64_t stride, int64_t step_bytes,
+                              const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows, int64_t steps, char* starts) {
+  constexpr int64_t kQuads = Form::kInputs / 4;
+  Ints lines[16] = {}, quads[16];
   for (int r = 0; r < kInt8Rows; ++r) lines[r] = Form::in_order(load_ints(codes[r]));
   transpose(lines, quads);
-  for (int64_t i = 0; i < Form::kInputs / 4; ++i, to += stride) {
-    store(to, quads[i], rows);
-    excess = add_dot(excess, bytes(Form::kZero), quads[i]);
+  for (int64_t step = 0; step < steps; ++step, to += step_bytes, starts += step_bytes) {
+    Ints excess{};
+    for (int64_t i = 0; i < kQuads; ++i) {
+      const Ints quad = quads[step * kQuads + i];
+      store(to + i * stride, quad, rows);
+      excess = add_dot(excess, bytes(Form::kZero), quad);
+    }
+    store(starts, subtract(Ints{}, excess), rows);
   }
-  store(starts, subtract(Ints{}, excess), rows);
 }
 #else
 // Products of pairs of 16-bit integers (vpmaddwd) are exact. A quad is stored as inputs 0 and 2, then 1 and 3.
@@ -46,22 +52,35 @@ constexpr int64_t kQuadBytes = 8;
 constexpr int kInt8Rows = 5;
 
 template <class Form>
-static inline void pack_codes(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
-                              int32_t* starts) {
-  for (int64_t i = 0; i < Form::kInputs; i += 4, to += stride) {
+static inline void pack_codes(char* to, int64_t stride, int64_t step_bytes,
+                              const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows, int64_t steps, char* starts) {
+  for (int64_t step = 0; step < steps; ++step, to += step_bytes, starts += step_bytes) {
     for (int64_t r = 0; r < rows; ++r) {
-      const auto code = [&](int64_t input) -> int16_t { return codes[r][Form::place(i + input)]; };
-      const int16_t pairs[4] = {code(0), code(2), code(1), code(3)};
-      std::memcpy(to + r * kQuadBytes, pairs, kQuadBytes);
+      const int8_t* const own = codes[r] + step * Form::kInputs;
+      const auto code = [&](int64_t input) -> int16_t { return own[Form::place(input)]; };
+      int32_t sum = 0;
+      for (int64_t i = 0; i < Form::kInputs; i += 4) {
+        const int16_t pairs[4] = {code(i), code(i + 2), code(i + 1), code(i + 3)};
+        std::memcpy(to + i / 4 * stride + r * kQuadBytes, pairs, kQuadBytes);
+        for (const int16_t each : pairs) sum += each;
+      }
+      sum *= -Form::kZero;
+      std::memcpy(starts + r * sizeof(sum), &sum, sizeof(sum));
     }
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    int32_t sum = 0;
-    for (const int8_t code : codes[r]) sum += code;
-    starts[r] = -Form::kZero * sum;
   }
 }
 #endif
+
+// What is stored of the start of a row's sums in a step: the start, or its product with the scale of the row for forms
+// whose sums start from zero.
+template <class Form>
+static inline int32_t stored_start(int32_t start, float scale) {
+  if constexpr (!Form::kStarts) {
+    const float product = static_cast<float>(start) * scale;
+    std::memcpy(&start, &product, sizeof(start));
+  }
+  return start;
+}
 
 static inline Ints load_word(const char* p) {
   int32_t word;
@@ -165,11 +184,12 @@ struct Int8Form {
   static constexpr int64_t kFewRowsPanel = 8 << 10;               // see Int8Stripe::multiply
   static constexpr bool kStarts = true;                           // whether sums start from the starts of rows
   static constexpr bool kExpands = false;                         // whether expanded() writes the weight elsewhere
-  static constexpr int64_t kHalfBytes = kWeightBytes / 2;         // between kInt8VecsAtOnce vectors and the next
+  static constexpr int kExpandedRows = 0;  // up to which codes are expanded in registers, not to a panel
+  static constexpr int64_t kHalfBytes = kWeightBytes / 2;  // between kInt8VecsAtOnce vectors and the next
 
-  static void pack(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
-                   int32_t* starts) {
-    pack_codes<Int8Form>(to, stride, codes, rows, starts);
+  static void pack(char* to, int64_t stride, int64_t step_bytes, const int8_t (&codes)[kInt8Rows][kInt8TileK],
+                   int64_t rows, int64_t steps, char* starts) {
+    pack_codes<Int8Form>(to, stride, step_bytes, codes, rows, steps, starts);
   }
   template <int R>
   [[gnu::always_inline]] static void dot(const char* x, const char* weight, Int8Prefetch& ahead,

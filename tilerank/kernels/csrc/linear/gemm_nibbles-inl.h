@@ -69,24 +69,28 @@ struct NibbleForm {
   static constexpr int64_t kFetches = kStoredBytes / 128;
   static constexpr int64_t kFewRowsPanel = 8 << 10;
   static constexpr bool kStarts = true, kExpands = false;
+  static constexpr int kExpandedRows = 0;
   static constexpr int64_t kHalfBytes = kNibbleTileBytes / 2;
   static constexpr int64_t kLines = 4;  // of half a tile
 
   // As pack_codes, with quads of 4 bytes.
-  static void pack(char* to, int64_t stride, const int8_t (&codes)[kInt8Rows][kInt8TileK], int64_t rows,
-                   int32_t* starts) {
+  static void pack(char* to, int64_t stride, int64_t step_bytes, const int8_t (&codes)[kInt8Rows][kInt8TileK],
+                   int64_t rows, int64_t steps, char* starts) {
 #ifdef TR_AVX512
-    pack_codes<NibbleForm>(to, stride, codes, rows, starts);
+    pack_codes<NibbleForm>(to, stride, step_bytes, codes, rows, steps, starts);
 #else
-    for (int64_t r = 0; r < rows; ++r) {
-      int32_t sum = 0;
-      for (int64_t i = 0; i < kInputs; i += 32) {
-        alignas(32) int8_t ordered[32];
-        store(ordered, in_nibble_order(load_ints(codes[r] + i)));
-        for (int64_t j = 0; j < 32; j += 4) std::memcpy(to + (i + j) / 4 * stride + r * 4, ordered + j, 4);
-        for (const int8_t code : ordered) sum += code;
+    for (int64_t step = 0; step < steps; ++step, to += step_bytes, starts += step_bytes) {
+      for (int64_t r = 0; r < rows; ++r) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < kInputs; i += 32) {
+          alignas(32) int8_t ordered[32];
+          store(ordered, in_nibble_order(load_ints(codes[r] + step * kInputs + i)));
+          for (int64_t j = 0; j < 32; j += 4) std::memcpy(to + (i + j) / 4 * stride + r * 4, ordered + j, 4);
+          for (const int8_t code : ordered) sum += code;
+        }
+        sum *= -kZero;
+        std::memcpy(starts + r * sizeof(sum), &sum, sizeof(sum));
       }
-      starts[r] = -kZero * sum;
     }
 #endif
   }

@@ -83,6 +83,59 @@ static inline void store_codes(int8_t* to, const T* x, int64_t n, const Quantise
   }
 }
 
+// Quantises x[0..n), n <= 64, in steps of kInputs. Stores 64 codes, zeros after the last, and the scale of each step.
+template <int64_t kInputs, class T>
+static inline void quantise_steps(const T* x, int64_t n, int8_t* codes, float* scales) {
+  alignas(64) int8_t some[64];
+  for (int64_t i = 0; i < 64; i += kInputs) {
+    const int64_t inputs = std::clamp<int64_t>(n - i, 0, kInputs);
+    const Quantiser quantiser(largest_bits(x + i, inputs));
+    store_codes(some, x + i, inputs, quantiser);
+    std::memcpy(codes + i, some, kInputs);
+    scales[i / kInputs] = quantiser.scale;
+  }
+}
+
+#ifdef TR_AVX512
+// The largest of the lower (0) or the upper (1) half of the words.
+static inline uint32_t largest_word(Ints x, int upper) {
+  return _mm512_mask_reduce_max_epu32(upper ? 0xff00 : 0x00ff, x);
+}
+// `lower` in the lower half of the lanes, `upper` in the others.
+static inline Vec halves_of(float lower, float upper) {
+  return {_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(lower), _mm512_set1_ps(upper))};
+}
+
+// The same for bf16: halves of 32 values at once. Codes of steps that are not finite are zeros, because the bits of NaN
+// that come from a bf16 are zeros below the upper half.
+template <int64_t kInputs>
+static inline void quantise_steps(const bf16* x, int64_t n, int8_t* codes, float* scales) {
+  const Ints parts[2] = {n == 64 ? load_ints(x) : load_words(x, std::min<int64_t>(n, 32)),
+                         n == 64 ? load_ints(x + 32) : load_words(x + 32, std::max<int64_t>(n - 32, 0))};
+  Ints quantised[2];
+  Ints largest[2];
+  for (int i = 0; i < 2; ++i) {
+    const Two magnitudes = widen_words(both(halves(0x7fff), parts[i]));
+    largest[i] = max_words(bits_of(magnitudes.a), bits_of(magnitudes.b));
+  }
+  if constexpr (kInputs == 64) largest[0] = largest[1] = max_words(largest[0], largest[1]);
+  for (int i = 0; i < 2; ++i) {
+    Vec inverse;
+    if constexpr (kInputs >= 32) {
+      const Quantiser quantiser(largest_word(largest[i]));
+      scales[i * 32 / kInputs] = quantiser.scale;
+      inverse = set(quantiser.inverse);
+    } else {
+      const Quantiser low(largest_word(largest[i], 0)), high(largest_word(largest[i], 1));
+      scales[2 * i] = low.scale, scales[2 * i + 1] = high.scale;
+      inverse = halves_of(low.inverse, high.inverse);
+    }
+    quantised[i] = codes_of(parts[i], inverse);
+  }
+  store(codes, bytes_of_halves(quantised[0], quantised[1]));
+}
+#endif
+
 // Quantises x[0..k), padded with zeros to a multiple of 64. to(t) returns where codes 64 t to 64 t + 63 go. Returns the
 // scale.
 template <class T, class To>

@@ -16,6 +16,42 @@ template <class Form, int R>
   });
 }
 
+#ifdef TR_AVX512
+// totals[R][kInt8Vecs] = all steps of R rows x a block, whose codes are expanded in registers.
+template <class Form, int R>
+[[gnu::noinline]] static void multiply_int8_stored(const char* x, const typename Form::Block& block, int64_t steps,
+                                                   Vec* totals) {
+  const char* stored = block.codes;
+  Vec kept[R][kInt8VecsAtOnce] = {};  // in registers, too
+  for (int64_t step = 0; step < steps; ++step, stored += Form::kStoredBytes) {
+    const char* const starts = x + R * Form::kRowCodes;
+    Ints sums[R][kInt8VecsAtOnce] = {};
+    if constexpr (Form::kStarts) start_sums<R>(starts, sums);
+    Form::template dot_stored<R>(x, stored, sums);
+    const auto by = block.step(step, 0);
+    for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
+      const char* const start = starts + r * sizeof(int32_t);
+      const Vec scale = set(load_float(start + R * sizeof(int32_t)));
+      kept[r][0] = by.add(0, sums[r][0], start, scale, kept[r][0]);
+      kept[r][1] = by.add(1, sums[r][1], start, scale, kept[r][1]);
+    });
+    x = starts + R * (sizeof(int32_t) + sizeof(float));
+  }
+  for_int8_rows<R>([&](int r) __attribute__((always_inline)) {
+    totals[r * kInt8Vecs] = kept[r][0];
+    totals[r * kInt8Vecs + 1] = kept[r][1];
+  });
+}
+template <class Form, int R>
+static inline void multiply_int8_stored(int64_t rows, const char* x, const typename Form::Block& block, int64_t steps,
+                                        Vec* totals) {
+  if constexpr (R > 0) {
+    if (rows == R) return multiply_int8_stored<Form, R>(x, block, steps, totals);
+    multiply_int8_stored<Form, R - 1>(rows, x, block, steps, totals);
+  }
+}
+#endif
+
 // totals[R][kInt8Vecs] += `steps` steps, from `first` on, of R rows x half `half` of the vectors of a block. weight:
 // the codes of this half, as they are multiplied.
 template <class Form, int R>
@@ -103,6 +139,11 @@ struct Int8Stripe {
   void multiply(const Block& block, Sum* totals, char* panel_memory) const {
     std::fill_n(totals, rows * kInt8Vecs, Sum{});
     const int64_t count = tiles(), steps = blocks(k, Form::kInputs);
+    if constexpr (Form::kExpandedRows > 0) {
+      if (rows <= Form::kExpandedRows) {
+        return multiply_int8_stored<Form, Form::kExpandedRows>(rows, codes, block, steps, totals);
+      }
+    }
     // With few rows, L1 also holds what is prefetched.
     const int64_t panel = (count > 4 ? kManyRowsPanel : Form::kFewRowsPanel) / Form::kWeightBytes;
     for (int64_t first = 0; first < steps; first += panel) {
@@ -155,31 +196,43 @@ struct Int8Stripe {
  private:
   static constexpr int64_t kLeastAhead = 4 << 10;  // bytes between a product and its prefetches
 
-  // Quantises rows of one tile.
+  // Quantises rows of one tile, kInt8TileK inputs at a time.
   template <class Input>
   void put_some(int64_t tile, Range own, const Input& input) const {
+    constexpr int64_t kSteps = kInt8TileK / Form::kInputs, kQuad = Form::kRowCodes * 4 / Form::kInputs;
     const int64_t count = rows_of(tile), at = own.begin - first_row(tile), some = own.end - own.begin;
+    const int64_t step_bytes = count * kStepBytes, all = blocks(k, Form::kInputs);
     Quantiser quantisers[kInt8Rows];
-    const auto quantise = [&](int64_t i, int64_t inputs) {
-      for (int64_t r = 0; r < some; ++r) quantisers[r] = Quantiser(largest_bits(input(own.begin + r) + i, inputs));
-    };
-    if (!Form::kGrouped) quantise(0, k);
+    for (int64_t r = 0; !Form::kGrouped && r < some; ++r) {
+      quantisers[r] = Quantiser(largest_bits(input(own.begin + r), k));
+    }
     alignas(64) int8_t codes[kInt8Rows][kInt8TileK] = {};
+    float scales[kInt8Rows][kSteps];
     char* to = tile_at(tile);
     int32_t* const first_starts = reinterpret_cast<int32_t*>(to + count * Form::kRowCodes) + at;
-    for (int64_t i = 0; i < k; i += Form::kInputs, to += count * kStepBytes) {
-      const int64_t inputs = std::min(Form::kInputs, k - i);
-      if (Form::kGrouped) quantise(i, inputs);
-      int32_t* const starts = reinterpret_cast<int32_t*>(to + count * Form::kRowCodes) + at;
-      float* const scales = reinterpret_cast<float*>(starts + count);
+    for (int64_t first = 0; first < all; first += kSteps, to += kSteps * step_bytes) {
+      const int64_t i = first * Form::kInputs;
+      const int64_t inputs = std::min(kInt8TileK, k - i), steps = std::min(kSteps, all - first);
       for (int64_t r = 0; r < some; ++r) {
-        store_codes(codes[r], input(own.begin + r) + i, inputs, quantisers[r]);
-        scales[r] = quantisers[r].scale;
+        const auto* const x = input(own.begin + r) + i;
+        if constexpr (Form::kGrouped) {
+          quantise_steps<Form::kInputs>(x, inputs, codes[r], scales[r]);
+        } else {
+          store_codes(codes[r], x, inputs, quantisers[r]);
+          scales[r][0] = quantisers[r].scale;
+        }
       }
-      constexpr int64_t kQuad = Form::kRowCodes * 4 / Form::kInputs;  // bytes of a quad
-      Form::pack(to + at * kQuad, count * kQuad, codes, some, starts);
-      if (Form::kGrouped || i == 0) continue;
-      for (int64_t r = 0; r < some; ++r) first_starts[r] += starts[r];
+      char* const to_starts = to + count * Form::kRowCodes + at * sizeof(int32_t);
+      Form::pack(to + at * kQuad, count * kQuad, step_bytes, codes, some, steps, to_starts);
+      for (int64_t step = 0; step < steps; ++step) {
+        int32_t* const starts = reinterpret_cast<int32_t*>(to_starts + step * step_bytes);
+        float* const to_scales = reinterpret_cast<float*>(starts + count);
+        for (int64_t r = 0; r < some; ++r) {
+          to_scales[r] = scales[r][step];
+          starts[r] = stored_start<Form>(starts[r], scales[r][step]);
+          if (!Form::kGrouped && first > 0) first_starts[r] += starts[r];
+        }
+      }
     }
   }
 };

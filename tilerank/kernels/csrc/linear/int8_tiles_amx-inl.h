@@ -65,7 +65,7 @@ struct Int8Tiles {
       char* const row_tile = packed.tiles(t / kPanel, tile) + t % kPanel * kTileBytes;
       std::memcpy(row_tile + r * 64 + step % kStepsOfTile * Form::kInputs, codes, Form::kInputs);
       char* const own = factors + (tile * steps + step) * kFactors * 4;
-      const int32_t start = start_of(codes, Form::kZero);
+      const int32_t start = stored_start<Form>(start_of(codes, Form::kZero), quantiser.scale);
       std::memcpy(own + r * 4, &start, 4);
       std::memcpy(own + (kTileRows + r) * 4, &quantiser.scale, 4);
     }

@@ -26,16 +26,8 @@
 
 namespace tilerank::TR_RUNG {
 
-template <class Codes>
-using GgufExperts = RowExperts<FormProduct<GgufForms<Codes>, Int8Product> >;
-
-TR_MOE(gguf_u2_a8, GgufWeight, GgufExperts<GgufBytes2>)
-TR_MOE(gguf_u3_a8, GgufWeight, GgufExperts<GgufBytes3>)
-TR_MOE(gguf_u4_a8, GgufWeight, GgufExperts<GgufBytes4>)
-TR_MOE(gguf_iq4_a8, GgufWeight, GgufExperts<Iq4Bytes>)
-TR_MOE(gguf_u5_a8, GgufWeight, GgufExperts<GgufBytes5>)
-TR_MOE(gguf_u6_a8, GgufWeight, GgufExperts<GgufBytes6>)
-TR_MOE(gguf_s8_a8, GgufWeight, GgufExperts<WholeBytes>)
+// The projections of an expert may have codes of different kinds.
+TR_MOE(gguf_a8, GgufWeight, RowExperts<FormProduct<AllGgufForms, Int8Product> >)
 
 }  // namespace tilerank::TR_RUNG
 #endif
