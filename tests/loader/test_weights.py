@@ -80,6 +80,7 @@ def test_every_rank_holds_its_rectangles(llama: Path, dtype: torch.dtype, size: 
         assert isinstance(model.embedding, VocabParallelEmbedding) and isinstance(model.head, ParallelLMHead)
         vocabulary = (model.embedding.span.start, model.embedding.span.stop)
         hidden = (0, config.hidden_size)
+        assert isinstance(model.embedding.table, PlainParameter)
         expect(model.embedding.table.data, whole["model.embed_tokens.weight"], vocabulary, hidden)
         expect(model.head.weight.packed.unpack(), whole["lm_head.weight"], vocabulary, hidden)
         expect(model.norm.weight.data, whole["model.norm.weight"], hidden)

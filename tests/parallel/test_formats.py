@@ -1,13 +1,15 @@
 """Weight formats in the sharded layers: the format of each layer, how it is cut, and its bytes."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
 
-from tilerank.kernels.weight_formats import ChannelFp8, Float, Format, Fp8, Int4, Int8, TokenInt8
+from tilerank.kernels.weight_formats import ChannelFp8, Float, Format, Fp8, Gguf, Int4, Int8, Mxfp4, TokenInt8
 from tilerank.parallel.embedding import ParallelLMHead, TiedEmbedding
 from tilerank.parallel.errors import ShardError
+from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.linear import GateUpParallelLinear, ReplicatedLinear, RowParallelLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.shard import Span, cut_heads
@@ -141,6 +143,34 @@ def test_a_rank_that_ends_in_a_block_has_smaller_blocks() -> None:
         assert down.weight.format == Fp8(128, block)
     last = RowParallelLinear("m.down_proj", 704, 7168, sharding(stored(Fp8(128, 128))), span=Span(0, 704, 704))
     assert last.weight.format == Fp8(128, 128)  # where nothing follows, the last block is padded
+
+
+@pytest.mark.parametrize("form, bits", [(Gguf("Q4_K", 256), 4.5), (Gguf("Q6_K", 256), 6.5625), (Gguf("Q4_0", 32), 4.5)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_a_rank_that_begins_in_a_block_of_a_file_has_its_bytes(form: Gguf, bits: float, ranks: int) -> None:
+    """The parts of 3,072 columns, of 1,024 or of 512 each, and of 2,048, of 352 or of 320 each at 6 ranks."""
+    for width in (3072, 2048):
+        held = 0
+        for rank in range(ranks):
+            s = sharding(stored(form), rank, ranks)
+            gate_up = GateUpParallelLinear("m", 1024, width, s)
+            down = RowParallelLinear("m.down_proj", width, 1024, s, span=gate_up.span)
+            assert down.weight.format == replace(form, first=gate_up.span.start % form.block)
+            held += gate_up.nbytes() + down.nbytes()
+        assert held <= 1.05 * 3 * 1024 * width * bits / 8
+
+
+def test_experts_are_held_as_they_are_stored_if_one_kernel_takes_their_projections() -> None:
+    def held(**types: Format) -> list[Format]:
+        formats = WeightFormats(
+            BF16, BF16, lambda name: types.get(name.rpartition(".")[2].removesuffix("_proj"), types["gate"])
+        )
+        experts = ParallelExperts("e", 256, 256, 4, sharding(formats), top_k=2)
+        return [experts.gate_up.format, experts.down.format]
+
+    assert held(gate=Gguf("Q4_K", 256), down=Gguf("Q6_K", 256)) == [Gguf("Q4_K", 256), Gguf("Q6_K", 256)]
+    assert held(gate=Gguf("Q4_K", 256), up=Gguf("Q5_K", 256)) == [BF16, BF16]
+    assert held(gate=Gguf("Q4_K", 256), down=Mxfp4()) == [BF16, BF16]
 
 
 @pytest.mark.parametrize("formats", [None, stored(Fp8(128, 128))])

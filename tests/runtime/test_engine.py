@@ -19,6 +19,7 @@ from tiny import make_checkpoint
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.embedding import VocabParallelEmbedding
+from tilerank.parallel.parameters import PlainParameter
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams, uniform
@@ -301,6 +302,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     def load_poisoned(model: Decoder, *arguments: Any, **options: Any) -> LoadReport:
         report = load_weights(model, *arguments, **options)
         assert isinstance(model.embedding, VocabParallelEmbedding)
+        assert isinstance(model.embedding.table, PlainParameter)
         model.embedding.table.data[POISON] = torch.nan
         return report
 

@@ -12,7 +12,7 @@ from tilerank.kernels import ops
 
 from .cost import Cost
 from .linear import Linear
-from .parameters import Layer, PlainParameter
+from .parameters import Layer, PackedParameter, PlainParameter
 from .shard import Cut
 from .sharding import Sharding
 
@@ -21,19 +21,32 @@ VOCABULARY = "vocabulary"
 
 
 class VocabParallelEmbedding(Layer):
-    """The embedding table, cut by rows: ids[t] int64 -> [t, hidden] on every rank."""
+    """The embedding table, cut by rows: ids[t] int64 -> [t, hidden] on every rank.
+
+    It has the format of a GGUF file, whose rows are unpacked when they are looked up, or is a plain table.
+    """
 
     def __init__(self, name: str, vocab: int, hidden: int, sharding: Sharding) -> None:
         self.cut = sharding.cut(vocab)
         self.span = self.cut.spans[sharding.rank]
-        self.table = PlainParameter((self.span.size, hidden), sharding.dtype)
+        held = sharding.table_format(name)
+        self.table: PlainParameter | PackedParameter
+        if held is None:
+            self.table = PlainParameter((self.span.size, hidden), sharding.dtype)
+        else:  # of the height of the highest part, so that no rank has an empty weight
+            self.table = PackedParameter(max(span.size for span in self.cut.spans), hidden, held)
         rows = slice(self.span.start, self.span.stop)
         self.table.fill(f"{name}.weight", (vocab, hidden), rows, slice(0, hidden))
         self._sharding = sharding
 
     def __call__(self, ids: Tensor) -> Tensor:
         # Exactly one rank holds the row and the others add zeros, so the sum is exact.
-        return self._sharding.sum(ops.embedding(ids, self.table.data, self.span.start))
+        return self._sharding.sum(self._rows(ids))
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        if isinstance(self.table, PlainParameter):
+            return ops.embedding(ids, self.table.data, self.span.start)
+        return self.table.packed.embedding(ids, self.span.start)
 
     def cost(self) -> Cost:
         """Nothing: a step reads one row for each token, not the table."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.moe import ExpertActivation, moe
 from tilerank.kernels.packed_experts import PackedExperts
-from tilerank.kernels.weight_formats import Format, Weight
+from tilerank.kernels.weight_formats import Float, Format, Weight, are_expert_formats
 
 from .cost import Cost, ExpertBytes, Products
 from .parameters import FusedPlace, Layer, PlainParameter, Rectangle, WeightParameter, whole_tiles
@@ -109,6 +109,8 @@ class ParallelExperts(Layer):
     `projections`. fused: it may have those of all experts in one tensor (`_fused`). biases: it has those of all experts
     in `name.gate_up_proj_bias`, in turns, and `name.down_proj_bias`; the latter are added on rank 0. activation: of
     gate and up (`moe`). on_input: is called with x and ids (input_squares.py).
+
+    Where the checkpoint stores the projections in formats that no kernel takes together, they are held as floats.
     """
 
     on_input: Callable[[Tensor, Tensor], None] | None = None
@@ -133,10 +135,14 @@ class ParallelExperts(Layer):
         self.share = top_k / experts
         self._hidden = hidden
         *gate_and_up, last = projections
-        held = sharding.fused_format([f"{name}.0.{projection}" for projection in gate_and_up], [span, span])
-        self.gate_up = ExpertsParameter(experts, span.size, hidden, held, parts=2)
-        held = sharding.format_of(f"{name}.0.{last}", columns=span, inputs=width)
-        self.down = ExpertsParameter(experts, hidden, span.size, held)
+        held = [
+            sharding.fused_format([f"{name}.0.{projection}" for projection in gate_and_up], [span, span]),
+            sharding.format_of(f"{name}.0.{last}", columns=span, inputs=width),
+        ]
+        if not are_expert_formats(*held):
+            held = [Float(sharding.dtype)] * 2
+        self.gate_up = ExpertsParameter(experts, span.size, hidden, held[0], parts=2)
+        self.down = ExpertsParameter(experts, hidden, span.size, held[1])
         taken, everything = slice(span.start, span.stop), slice(0, hidden)
 
         def gate_up(expert: int) -> Iterator[Rectangle]:

@@ -12,7 +12,8 @@ are cut and every rank computes a partial sum of all outputs. Column then row ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.heads import columns_of, split_heads
 from tilerank.kernels.linear import Activation, GatedActivation, linear
+from tilerank.kernels.tower_ops import gelu
 from tilerank.kernels.weight_formats import Float, Format
 
 from .parameters import GatedBias, GatedParameter, Layer, PackedParameter, PlainParameter
@@ -30,6 +32,11 @@ GATE_UP = ("gate_proj", "up_proj")
 """The usual names of the projections to the gate and to what it gates."""
 _GATED = {"silu_mul": ops.silu_mul, "gelu_tanh_mul": ops.gelu_tanh_mul}
 """The gated activations where kernels run in plain torch."""
+_OF_GATE: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
+    "silu_mul": ops.silu,
+    "gelu_tanh_mul": partial(gelu, tanh=True),
+}
+"""What gated activations do with the gate."""
 
 
 class Linear(Layer):
@@ -179,11 +186,12 @@ class RowParallelLinear(Linear):
 
 
 class GateUpParallelLinear(Layer):
-    """The gated half of an MLP in one kernel: silu(gate(x)) * up(x), x[..., hidden] -> [..., span.size].
+    """The gated half of an MLP: silu(gate(x)) * up(x), x[..., hidden] -> [..., span.size].
 
-    `span` is this rank's part of the width, and so of the down projection's inputs; it may be empty. projections: their
-    names in the checkpoint, or one name if it stores them as one, the gate first. activation: in place of silu.
-    dimension: the name of the width in plans.
+    It is one kernel, unless the checkpoint stores gate and up in different formats: then both are `apart`. `span` is
+    this rank's part of the width, and so of the down projection's inputs; it may be empty. projections: their names in
+    the checkpoint, or one name if it stores them as one, the gate first. activation: in place of silu. dimension: the
+    name of the width in plans.
     """
 
     def __init__(
@@ -209,7 +217,17 @@ class GateUpParallelLinear(Layer):
             names *= 2
             parts[1] = Span(width + self.span.start, width + self.span.stop, self.span.size)
             rows = 2 * width
-        self.weight = GatedParameter(self.span.size, hidden, sharding.fused_format(names, parts))
+        formats = sharding.stacked_formats(names, parts)
+        self.apart: list[ColumnParallelLinear] = []
+        if formats[0] != formats[1]:
+            self.apart = [
+                ColumnParallelLinear(
+                    each, hidden, width, sharding, cut=self.cut, bias=bias, optional_bias=optional_bias
+                )
+                for each in names
+            ]
+            return
+        self.weight = GatedParameter(self.span.size, hidden, formats[0])
         self.bias = GatedBias(self.span.size, sharding.dtype) if bias else None
         for part, (projection, stored) in enumerate(zip(names, parts, strict=True)):
             row, taken = part * self.span.size, slice(stored.start, stored.stop)
@@ -218,8 +236,13 @@ class GateUpParallelLinear(Layer):
                 self.bias.fill(f"{projection}.bias", (rows,), taken, row=row, optional=optional_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.weight.is_empty:
+        if not self.span.size:
             return x[..., :0]
+        if self.apart:
+            gate, up = (part(x) for part in self.apart)
+            gated = _OF_GATE[self._activation](gate)
+            ops.mul_(gated, up)
+            return gated
         self.weight.observe(x)
         if self.weight.packed.is_plain:
             parts = [linear(x, self.weight.part(i), None if self.bias is None else self.bias.part(i)) for i in (0, 1)]

@@ -75,6 +75,17 @@ def test_floats_are_quantised_as_those_of_a_directory(models: tuple[Path, Path, 
         assert values.any() and torch.equal(values, wanted[name]), name
 
 
+def test_no_matrix_is_held_as_floats(models: tuple[Path, Path, Path]) -> None:
+    """Gate and up have different types in the file, and so have queries, keys and values; the table is no head."""
+    card = read_card(models[0])
+    formats = weight_formats(card.quantization, torch.bfloat16, None)
+    model = build_model(card, Sharding(1, 3, torch.bfloat16, None, formats=formats))
+    matrices = {each.name: each.parameter for each in model.rectangles() if len(each.shape) == 2}
+    assert len(matrices) == 7 * LAYERS + 2
+    for name, one in matrices.items():
+        assert isinstance(one, WeightParameter) and one.is_quantised, name
+
+
 def test_a_tokenizer_and_a_chat_template_come_from_the_file(models: tuple[Path, Path, Path]) -> None:
     tokenizer = Tokenizer(models[0])
     assert tokenizer.encode("abc</s>") == [tokenizer.token_id("abc"), VOCAB - 1]

@@ -50,7 +50,7 @@ METADATA: dict[str, Any] = {
 
 
 def make(folder: Path) -> tuple[Path, Path, Path]:
-    """Return the file, the directory and the file of floats. All formats occur; fused projections share theirs."""
+    """Return the file, the directory and the file of floats. All formats occur, in any projections side by side."""
     rng, values = np.random.default_rng(0), dict[str, torch.Tensor]()
     stored: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     floats: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
@@ -64,14 +64,14 @@ def make(folder: Path) -> tuple[Path, Path, Path]:
         return found
 
     values["model.embed_tokens.weight"] = add("token_embd.weight", "Q6_K", VOCAB, HIDDEN)
+    values["lm_head.weight"] = add("output.weight", "Q5_0", VOCAB, HIDDEN)
     kinds = iter(BLOCKS * LAYERS)
     for layer in range(LAYERS):
         for norm, module in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
             values[f"model.layers.{layer}.{module}.weight"] = vector = torch.rand(HIDDEN) + 0.5
             stored[f"blk.{layer}.{norm}.weight"] = ("F32", (HIDDEN,), vector.numpy().tobytes())
         for name, (module, rows, columns) in _SHAPES.items():
-            kind = stored[f"blk.{layer}.ffn_gate.weight"][0] if name == "ffn_up" else next(kinds)
-            found = add(f"blk.{layer}.{name}.weight", kind, rows, columns)
+            found = add(f"blk.{layer}.{name}.weight", next(kinds), rows, columns)
             if name in ("attn_q", "attn_k"):  # the directory has pairs of a rotation in halves of a head
                 found = found.view(-1, SIZE // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
             values[f"model.layers.{layer}.{module}.weight"] = found.contiguous()
@@ -83,7 +83,7 @@ def make(folder: Path) -> tuple[Path, Path, Path]:
     config = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": WIDTH}
     config |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     config |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512, "dtype": "float32"}
-    config |= {"tie_word_embeddings": True, "hidden_act": "silu", "eos_token_id": VOCAB - 1}
+    config |= {"tie_word_embeddings": False, "hidden_act": "silu", "eos_token_id": VOCAB - 1}
     (directory / "config.json").write_text(json.dumps(config))
     file, of_floats = (
         write_gguf(folder / f"{name}.gguf", METADATA, stored | others)
