@@ -88,7 +88,7 @@ def _gemma4(c: Fields) -> Fields:
 
 
 _FIELDS: dict[str, Callable[[Fields], Fields]] = {
-    "llama": lambda c: {"expert_count": c["num_local_experts"]},
+    "llama": lambda c: {"expert_count": c.get("num_local_experts", 0)},
     "qwen3vl": lambda _: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
     "qwen3vlmoe": lambda _: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
     "mistral3": lambda c: (
@@ -135,6 +135,7 @@ _FIELDS: dict[str, Callable[[Fields], Fields]] = {
     "gemma4": _gemma4,
 }
 _FOR_PICTURES = (
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
 )

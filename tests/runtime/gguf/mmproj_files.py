@@ -36,6 +36,18 @@ _GEMMA = {
 }
 
 
+_PIXTRAL = {
+    r"vision_tower\.patch_conv": "v.patch_embd",
+    r"vision_tower\.ln_pre": "v.pre_ln",
+    r"vision_tower\.transformer\.layers\.(\d+)\.attention\.([qkv])_proj": r"v.blk.\1.attn_\2",
+    r"vision_tower\.transformer\.layers\.(\d+)\.attention\.o_proj": r"v.blk.\1.attn_out",
+    r"vision_tower\.transformer\.layers\.(\d+)\.feed_forward\.(gate|up|down)_proj": r"v.blk.\1.ffn_\2",
+    r"vision_tower\.transformer\.layers\.(\d+)\.attention_norm": r"v.blk.\1.ln1",
+    r"vision_tower\.transformer\.layers\.(\d+)\.ffn_norm": r"v.blk.\1.ln2",
+    r"multi_modal_projector\.norm": "mm.input_norm",
+    r"multi_modal_projector\.patch_merger\.merging_layer": "mm.patch_merger",
+    r"multi_modal_projector\.linear_([12])": r"mm.\1",
+}
 _SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
@@ -86,7 +98,30 @@ def write_gemma(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], 
     return write_gguf(path, metadata, {name: stored(tensor) for name, tensor in found.items()})
 
 
-def _metadata(projector: str, vision: dict[str, Any], width: int, more: dict[str, Any]) -> dict[str, Any]:
+def write_pixtral(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], pictures: dict[str, Any]) -> Path:
+    """Write the tower of Mistral Small 3.1. pictures: preprocessor_config.json."""
+    vision, found = config["vision_config"], dict[str, Tensor]()
+    half = vision["hidden_size"] // vision["num_attention_heads"] // 2
+    for whole, tensor in tensors.items():
+        if not whole.startswith("language_model."):
+            is_paired = whole.endswith((".q_proj.weight", ".k_proj.weight"))
+            rows = tensor.view(-1, 2, half, tensor.shape[1]).transpose(1, 2).flatten(0, 2) if is_paired else tensor
+            found[_renamed(whole, _PIXTRAL)] = rows
+    found["v.token_embd.img_break"] = tensors["language_model.model.embed_tokens.weight"][-2]
+    more = {
+        "block_count": vision["num_hidden_layers"],
+        "attention.head_count": vision["num_attention_heads"],
+        "attention.layer_norm_epsilon": 1e-5,
+        "spatial_merge_size": config["spatial_merge_size"],
+        **{key: pictures[key] for key in ("image_mean", "image_std")},
+    }
+    metadata = _metadata("pixtral", vision, config["text_config"]["hidden_size"], more, activation="silu")
+    return write_gguf(path, metadata, {name: stored(tensor) for name, tensor in found.items()})
+
+
+def _metadata(
+    projector: str, vision: dict[str, Any], width: int, more: dict[str, Any], activation: str = "gelu"
+) -> dict[str, Any]:
     fields = {
         "image_size": vision.get("image_size", 128),
         "patch_size": vision["patch_size"],
@@ -103,7 +138,7 @@ def _metadata(projector: str, vision: dict[str, Any], width: int, more: dict[str
         "general.type": "mmproj",
         "clip.has_vision_encoder": True,
         "clip.projector_type": projector,
-        "clip.use_gelu": True,
+        f"clip.use_{activation}": True,
     } | {f"clip.vision.{key}": value for key, value in fields.items()}
 
 
@@ -135,6 +170,11 @@ GEMMA: dict[str, Any] = {
     "gemma3.attention.sliding_window": 512,
     "tokenizer.ggml.tokens": ["a", "b", "c", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "d", "e"],
 }
+MISTRAL: dict[str, Any] = {
+    "general.architecture": "mistral3",
+    **{f"mistral3.{key}": value for key, value in _TEXT.items()},
+    "tokenizer.ggml.tokens": ["a", "b", "c", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "d", "e"],
+}
 _VISION = {"patch_size": 16, "hidden_size": 32, "intermediate_size": 48}
 _QWEN_OWN = {
     "block_count": 4,
@@ -150,6 +190,17 @@ QWEN_TOWER: Stored = {
 _GEMMA_OWN = {"block_count": 4, "attention.head_count": 4, "projector.scale_factor": 2}
 GEMMA_MMPROJ = _metadata("gemma3", _VISION, WIDTH, _GEMMA_OWN)
 GEMMA_TOWER: Stored = {"mm.input_projection.weight": ("F32", (32, WIDTH), bytes(4 * 32 * WIDTH))}
+_PIXTRAL_OWN = {
+    "block_count": 4,
+    "attention.head_count": 4,
+    "attention.layer_norm_epsilon": 1e-5,
+    "spatial_merge_size": 2,
+}
+PIXTRAL_MMPROJ = _metadata("pixtral", _VISION, WIDTH, _PIXTRAL_OWN, activation="silu")
+PIXTRAL_TOWER: Stored = {
+    "mm.patch_merger.weight": ("F32", (32, 4 * 32), bytes(4 * 32 * 4 * 32)),
+    "mm.2.weight": ("F32", (WIDTH, WIDTH), bytes(4 * WIDTH * WIDTH)),
+}
 
 
 def write_pair(

@@ -25,12 +25,16 @@ from tests.runtime.gguf.mmproj_files import (
     GEMMA,
     GEMMA_MMPROJ,
     GEMMA_TOWER,
+    MISTRAL,
+    PIXTRAL_MMPROJ,
+    PIXTRAL_TOWER,
     QWEN,
     QWEN_MMPROJ,
     QWEN_TOWER,
     WIDTH,
     write_gemma,
     write_pair,
+    write_pixtral,
     write_qwen,
 )
 from tilerank.loader.card import read_card
@@ -41,6 +45,7 @@ from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.lead.engine import Engine
 from tilerank.runtime.media.decoder import DecodedMedium
+from tilerank.runtime.media.mistral3 import Mistral3Settings, read_mistral3_settings
 from tilerank.runtime.media.qwen_vl import Area, Preprocessing, read_settings
 from tilerank.runtime.media.registry import load_processor
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
@@ -57,9 +62,15 @@ MODELS: dict[str, tuple[str, str, Dims]] = {
     "qwen35": ("qwen35", "qwen3_5", {"layers": 2, "config": KINDS, "tied": False, **delta_nets(3, 6, 32, 32)}),
     "gemma3": ("gemma3", "gemma3", {"layers": 2, "config": {"query_pre_attn_scalar": 32}}),
     "gemma3-old": ("gemma3", "gemma3", {"layers": 2, "config": {"query_pre_attn_scalar": 32}}),
+    "mistral3": ("mistral3", "mistral3", {"layers": 2}),
+    "mistral-small": ("llama", "mistral3", {"layers": 2}),
 }
 """By name: the architecture, the family in make_tiny.py and its dimensions."""
-TEXT = {"model.language_model.": "model.", "language_model.model.": "model."}
+TEXT = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 """What begins the names of the language model's tensors on the hub, and in a directory of it alone."""
 
 
@@ -67,7 +78,7 @@ def rounded(name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a tower rounded so that the file stores it in Q8_0, in F16 or, as it is, in F32."""
     if name.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight")):
         return q8_0(tensor)[1]
-    return tensor.half().float() if tensor.ndim > 1 and "fc1" in name else tensor
+    return tensor.half().float() if name.endswith(("fc1.weight", "gate_proj.weight")) else tensor
 
 
 def make(out: Path, tmp: Path, name: str) -> list[str]:
@@ -92,22 +103,29 @@ def make(out: Path, tmp: Path, name: str) -> list[str]:
                 language[TEXT[prefix] + whole.removeprefix(prefix) if prefix else whole] = value
     save_file(tensors, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
+    if name == "mistral-small":
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        config["text_config"] |= {"model_type": "mistral", "rope_parameters": rope}
+        (directory / "config.json").write_text(json.dumps(config))
     file, mmproj = out / f"{name}.gguf", out / f"mmproj-{name}.gguf"
     write(file, architecture, config["text_config"], language)
     if architecture == "gemma3":
         config["image_token_index"] = VOCAB - 1  # where the file has this token
         (directory / "config.json").write_text(json.dumps(config))
         write_gemma(mmproj, config, tensors, swapped=name == "gemma3-old")
+    elif family == "mistral3":
+        write_pixtral(mmproj, config, tensors, json.loads((directory / "preprocessor_config.json").read_text()))
     else:
         write_qwen(mmproj, config, tensors)
     return [str(directory), str(file), str(mmproj)]
 
 
 def prompt_of(name: str) -> Prompt:
-    if not name.startswith("gemma3"):
+    if name.startswith("qwen"):
         return prompt(text(1, 9), medium(1, 3, 4), text(2, 4), medium(2, 2, 3, frames=5), text(3, 5))
-    picture = Medium("image", medium(1, 3, 4).frames, (1, 96, 128), (1, 8, 8))  # 8 x 8 patches, 16 tokens
-    return Prompt([*text(1, 9), *[7] * 16, *text(2, 9)], [picture], [PlaceholderRange(9, 16, 0, 0)])
+    rows, columns = (8, 8) if name.startswith("gemma3") else (6, 8)  # patches, four to a token
+    picture, tokens = Medium("image", medium(1, 3, 4).frames, (1, 96, 128), (1, rows, columns)), rows * columns // 4
+    return Prompt([*text(1, 9), *[7] * tokens, *text(2, 9)], [picture], [PlaceholderRange(9, tokens, 0, 0)])
 
 
 def score(team: Team, *, models: list[list[str]], out: str) -> None:
@@ -159,6 +177,14 @@ def test_settings_of_pictures_are_those_of_the_published_models(tmp_path: Path) 
     assert found.token_ids == [3, 6, *[4] * 72, 7, 2]
 
 
+def test_settings_of_mistral_are_those_of_the_file(tmp_path: Path) -> None:
+    model, mmproj = write_pair(tmp_path, MISTRAL, PIXTRAL_MMPROJ, PIXTRAL_TOWER)
+    use_mmproj(model, mmproj)
+    preprocessing = Preprocessing(16, 2, 1, (0.5,) * 3, (0.5,) * 3, "bicubic")
+    assert read_mistral3_settings(model) == Mistral3Settings(preprocessing, 128)
+    assert read_card(model).fields.integer("image_token_index", 0, 7) == 3
+
+
 def refusal(tmp_path: Path, model: dict[str, Any], mmproj: dict[str, Any], tower: Tensors) -> str:
     """Return the error of a model that takes no pictures by an mmproj file, without the folder of both."""
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -178,12 +204,16 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, QWEN, QWEN_MMPROJ, {**QWEN_TOWER, "mm.2.bias": ("F32", (8,), bytes(32))}) == (
         f"mmproj-m.gguf: tensor mm.2.bias: expected {WIDTH} numbers at its end for m.gguf, found [8]"
     )
+    without_merger = {"mm.2.weight": PIXTRAL_TOWER["mm.2.weight"]}  # Pixtral 12B
+    assert refusal(tmp_path, MISTRAL, PIXTRAL_MMPROJ, without_merger) == (
+        "mmproj-m.gguf: expected a tensor mm.patch_merger.weight for m.gguf, found none"
+    )
     assert refusal(tmp_path, QWEN | {"tokenizer.ggml.tokens": list("abcdefgh")}, QWEN_MMPROJ, QWEN_TOWER) == (
         "m.gguf: tokenizer.ggml.tokens: expected <|image_pad|> for pictures, found no such token"
     )
-    assert refusal(tmp_path, {"general.architecture": "llama"}, QWEN_MMPROJ, QWEN_TOWER) == (
-        "m.gguf: general.architecture: expected one that takes pictures by an mmproj file (qwen3vl, qwen3vlmoe, "
-        "qwen35, qwen35moe, gemma3), found 'llama'"
+    assert refusal(tmp_path, {"general.architecture": "qwen2"}, QWEN_MMPROJ, QWEN_TOWER) == (
+        "m.gguf: general.architecture: expected one that takes pictures by an mmproj file (llama, mistral3, "
+        "qwen3vl, qwen3vlmoe, qwen35, qwen35moe, gemma3), found 'qwen2'"
     )
 
 
@@ -210,8 +240,8 @@ def test_a_model_is_no_mmproj_file_and_the_other_way_around(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("model", "mmproj", "tower"),
-    [(QWEN, QWEN_MMPROJ, QWEN_TOWER), (GEMMA, GEMMA_MMPROJ, GEMMA_TOWER)],
-    ids=["qwen3vl", "gemma3"],
+    [(QWEN, QWEN_MMPROJ, QWEN_TOWER), (GEMMA, GEMMA_MMPROJ, GEMMA_TOWER), (MISTRAL, PIXTRAL_MMPROJ, PIXTRAL_TOWER)],
+    ids=["qwen3vl", "gemma3", "mistral3"],
 )
 def test_hostile_values_of_metadata_are_refused_or_harmless(
     tmp_path: Path, model: dict[str, Any], mmproj: dict[str, Any], tower: Tensors

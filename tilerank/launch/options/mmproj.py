@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
-from tilerank.loader.gguf.architectures import architecture_of, mismatch
+from tilerank.loader.gguf.architectures import architecture_of, mismatch, missing_tokens
 from tilerank.loader.gguf.file import open_gguf, open_mmproj, use_mmproj
 
 from ..errors import LaunchError
@@ -29,8 +29,10 @@ def find_mmproj(args: argparse.Namespace) -> None:
 
 
 def takes_pictures(model: Path) -> bool:
-    """Return whether a GGUF file takes pictures, once it has an mmproj file."""
-    return architecture_of(open_gguf(model)).tower is not None
+    """Return whether a GGUF file takes pictures, once it has an mmproj file: its vocabulary has tokens for them."""
+    gguf = open_gguf(model)
+    tower = architecture_of(gguf).tower
+    return tower is not None and not missing_tokens(gguf, tower)
 
 
 def mmproj_of(model: str, files: Iterable[str], where: str) -> str | None:
@@ -51,11 +53,11 @@ def mmproj_of(model: str, files: Iterable[str], where: str) -> str | None:
 
 def _beside(model: Path) -> Path | None:
     """Return the mmproj file of a model in its folder, or above it in a snapshot of a repository of the hub."""
-    if not takes_pictures(model):
-        return None
     folders = list(model.parents)
     depth = next((i for i, folder in enumerate(folders) if folder.parent.name == "snapshots"), 0)
     files = [path for folder in folders[: depth + 1] for path in folder.glob("*.gguf") if is_mmproj(path.name)]
+    if not files or not takes_pictures(model):
+        return None
     fitting = [str(path) for path in files if mismatch(open_gguf(model), open_mmproj(path)) is None]
     found = mmproj_of(str(model), fitting, str(model.parent))
     return None if found is None else Path(found)

@@ -70,9 +70,11 @@ class Tower:
     projector: the clip.projector_type of that file. output: a tensor of it whose last dimension is the width of the
     text model. tokens: of the vocabulary, which stand for pictures. config: returns the fields of config.json, for a
     file, its mmproj file and the fields of the text model alone. processor: returns the fields of
-    processor_config.json, for an mmproj file. text: begins the names of the text model's tensors on the hub. names:
-    returns the names on the hub of the tensors of an mmproj file, as far as they are known. changes: of stored values,
-    by module in the mmproj file.
+    processor_config.json, for an mmproj file. text: what begins names of the text model's tensors on the hub, by what
+    begins them in a text model alone. names: returns the names on the hub of the tensors of an mmproj file, as far as
+    they are known. orders: returns the orders of rows that differ from those of the hub, by tensor of an mmproj file.
+    changes: of stored values, by module in the mmproj file. needed: its tensors that towers of other models with the
+    same projector lack. copies: its tensors that the text model has as well.
     """
 
     projector: str
@@ -80,9 +82,12 @@ class Tower:
     tokens: tuple[str, ...]
     config: Callable[[GGUFFile, GGUFFile, Mapping[str, Any]], dict[str, Any]]
     processor: Callable[[GGUFFile], dict[str, Any]]
-    text: str
+    text: Mapping[str, str]
     names: Callable[[GGUFFile], Mapping[str, str]]
+    orders: Callable[[GGUFFile], Mapping[str, Order]] = lambda _: {}
     changes: Mapping[str, Change] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,12 +111,17 @@ class Architecture:
     tower: Tower | None = None
 
 
-def paired_heads(config: Mapping[str, Any]) -> Mapping[str, Order]:
-    """Return the orders of query and key rows that a file stores as the pairs of a rotation, one after the other.
+def order_of_pairs(head_dim: int) -> Order:
+    """Return the order of query and key rows that a file stores as the pairs of a rotation, one after the other.
 
     The hub has the first elements of all pairs in the first half of a head, the second ones in the other half.
     """
-    pairs = Order(2, config["head_dim"] // 2)
+    return Order(2, head_dim // 2)
+
+
+def paired_heads(config: Mapping[str, Any]) -> Mapping[str, Order]:
+    """Return the orders of the text models that store heads in pairs."""
+    pairs = order_of_pairs(config["head_dim"])
     return {"self_attn.q_proj": pairs, "self_attn.k_proj": pairs}
 
 

@@ -9,7 +9,7 @@ from .delta_nets import DELTA_NETS
 from .file import GGUFFile
 from .gemma import GEMMAS
 from .mixtures import MIXTRAL_EXPERTS, MIXTURES
-from .towers import QWEN_TOWER
+from .towers import PIXTRAL_TOWER, QWEN_TOWER
 
 
 def _llama(gguf: GGUFFile) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def _qwen3(gguf: GGUFFile) -> dict[str, Any]:
 _QWEN3 = {**COMMON_NAMES, **HEAD_NORMS}
 
 _ARCHITECTURES = {
-    "llama": Architecture(_llama, {**COMMON_NAMES, **MIXTRAL_EXPERTS}, orders=paired_heads),
-    "mistral3": Architecture(_mistral3, COMMON_NAMES, orders=paired_heads),
+    "llama": Architecture(_llama, {**COMMON_NAMES, **MIXTRAL_EXPERTS}, orders=paired_heads, tower=PIXTRAL_TOWER),
+    "mistral3": Architecture(_mistral3, COMMON_NAMES, orders=paired_heads, tower=PIXTRAL_TOWER),
     "qwen2": Architecture(_qwen2, COMMON_NAMES),
     "qwen3": Architecture(_qwen3, _QWEN3),
     # Without pictures, the three axes of M-RoPE have equal positions: the text model is Qwen3.
@@ -87,6 +87,12 @@ def tower_of(gguf: GGUFFile) -> tuple[Tower, GGUFFile] | None:
     return tower, gguf.mmproj
 
 
+def missing_tokens(gguf: GGUFFile, tower: Tower) -> set[str]:
+    """Return the tokens for pictures that the vocabulary of a model lacks."""
+    key = "tokenizer.ggml.tokens"
+    return set(tower.tokens).difference(gguf.texts(key) if gguf.has_items(key) else ())
+
+
 @lru_cache(maxsize=4)
 def mismatch(gguf: GGUFFile, mmproj: GGUFFile) -> ConfigError | None:
     """Return why a model cannot take pictures by an mmproj file; None if it can."""
@@ -97,12 +103,14 @@ def mismatch(gguf: GGUFFile, mmproj: GGUFFile) -> ConfigError | None:
     if (kind := mmproj.metadata.get("clip.projector_type")) != tower.projector:
         expected = f"{show(tower.projector)} for {gguf.path}"
         return ConfigError(f"{mmproj.path}: clip.projector_type: expected {expected}, found {show(kind)}")
+    if missing := set(tower.needed).difference(mmproj.tensors):
+        return ConfigError(f"{mmproj.path}: expected a tensor {min(missing)} for {gguf.path}, found none")
     output, width = mmproj.tensors.get(tower.output), Keys(gguf).integer("embedding_length")
     if output is None or output.shape[-1] != width:
         found = "none" if output is None else str(list(output.shape))
         expected = f"{width} numbers at its end for {gguf.path}"
         return ConfigError(f"{mmproj.path}: tensor {tower.output}: expected {expected}, found {found}")
-    if missing := set(tower.tokens).difference(gguf.texts("tokenizer.ggml.tokens")):
+    if missing := missing_tokens(gguf, tower):
         expected = f"{min(missing)} for pictures, found no such token"
         return ConfigError(f"{gguf.path}: tokenizer.ggml.tokens: expected {expected}")
     return None

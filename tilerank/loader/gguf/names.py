@@ -13,8 +13,6 @@ from .architectures import architecture_of, tower_of
 from .file import GGUFFile, GGUFTensor
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)")
-_TEXT = "model."
-"""Begins the names of a text model's tensors, but for its output head."""
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -87,15 +85,18 @@ def named_tensors(gguf: GGUFFile) -> Mapping[str, NamedTensor]:
 
 def _in_whole(name: str, tower: Tower) -> str:
     """Return the name of a text model's tensor in the model that takes pictures."""
-    return tower.text + name.removeprefix(_TEXT) if name.startswith(_TEXT) else name
+    begin = next((begin for begin in tower.text if name.startswith(begin)), None)
+    return name if begin is None else tower.text[begin] + name.removeprefix(begin)
 
 
 def _of_tower(tower: Tower, mmproj: GGUFFile) -> dict[str, NamedTensor]:
-    names = tower.names(mmproj)
-    return {
-        names.get(name, name): NamedTensor(stored, stored.shape, change=tower.changes.get(name.rpartition(".")[0]))
-        for name, stored in mmproj.tensors.items()
-    }
+    names, orders = tower.names(mmproj), tower.orders(mmproj)
+    found = {}
+    for name, stored in mmproj.tensors.items():
+        if name not in tower.copies:
+            change = tower.changes.get(name.rpartition(".")[0])
+            found[names.get(name, name)] = NamedTensor(stored, stored.shape, order=orders.get(name), change=change)
+    return found
 
 
 def _of_layer(

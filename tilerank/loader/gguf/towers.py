@@ -1,11 +1,11 @@
-"""The vision towers of Qwen3-VL, Qwen3.5 and Gemma 3 in mmproj files. No torch."""
+"""The vision towers of Qwen3-VL, Qwen3.5, Gemma 3 and Mistral Small 3.1 in mmproj files. No torch."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
-from .architecture import Keys, Tower
+from .architecture import Keys, Order, Tower, order_of_pairs
 from .file import GGUFFile
 
 _VISION = "clip.vision."
@@ -26,8 +26,8 @@ _QWEN_TOKENS = {
 }
 _FRAMES = 2
 """The frames of a patch of Qwen, each with a kernel of its own."""
-_EPS = 1e-6
-"""What the towers of Qwen add to variances; their config.json has no field for it."""
+_QWEN_EPS, _PIXTRAL_EPS = 1e-6, 1e-5
+"""What these towers add to variances; their config.json has no field for it."""
 _PICTURE_AREA = {"shortest_edge": 65536, "longest_edge": 16777216}
 _VIDEO_AREA = {"shortest_edge": 4096, "longest_edge": 25165824}
 """Bounds of the pixels of a picture and of a video, as all published models of Qwen have them. mmproj files do not."""
@@ -73,6 +73,30 @@ _GEMMA_MODULES = {
 _GEMMA_PROJECTION = "mm.input_projection.weight"
 """A matrix [inputs, outputs], as on the hub."""
 
+_PIXTRAL_TOKENS = {"image_token_index": "[IMG]"}
+_PIXTRAL_MARKS = ("[IMG_BREAK]", "[IMG_END]")
+_PIXTRAL_LAYER = "vision_tower.transformer.layers.{}"
+_PIXTRAL_MODULES = {
+    "v.patch_embd": "vision_tower.patch_conv",
+    "v.pre_ln": "vision_tower.ln_pre",
+    "v.blk.{}.attn_q": f"{_PIXTRAL_LAYER}.attention.q_proj",
+    "v.blk.{}.attn_k": f"{_PIXTRAL_LAYER}.attention.k_proj",
+    "v.blk.{}.attn_v": f"{_PIXTRAL_LAYER}.attention.v_proj",
+    "v.blk.{}.attn_out": f"{_PIXTRAL_LAYER}.attention.o_proj",
+    "v.blk.{}.ffn_gate": f"{_PIXTRAL_LAYER}.feed_forward.gate_proj",
+    "v.blk.{}.ffn_up": f"{_PIXTRAL_LAYER}.feed_forward.up_proj",
+    "v.blk.{}.ffn_down": f"{_PIXTRAL_LAYER}.feed_forward.down_proj",
+    "v.blk.{}.ln1": f"{_PIXTRAL_LAYER}.attention_norm",
+    "v.blk.{}.ln2": f"{_PIXTRAL_LAYER}.ffn_norm",
+    "mm.input_norm": "multi_modal_projector.norm",
+    "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+}
+_PIXTRAL_PAIRED = re.compile(r"v\.blk\.\d+\.attn_[qk]\.weight")
+_LLAMA_OF_MISTRAL = {"llama": "mistral"}
+"""The files of Mistral Small 3.1 and 3.2 name Llama as the architecture of their text model."""
+
 
 def _token_ids(gguf: GGUFFile, tokens: Mapping[str, str]) -> dict[str, int]:
     """Return the ids of tokens that the vocabulary has (`mismatch` of architectures.py), by the keys of config.json."""
@@ -80,10 +104,16 @@ def _token_ids(gguf: GGUFFile, tokens: Mapping[str, str]) -> dict[str, int]:
     return {key: ids[token] for key, token in tokens.items()}
 
 
-def _check_gelu(mmproj: GGUFFile) -> None:
-    keys = Keys(mmproj, "clip.")
-    if not keys.flag("use_gelu"):
-        raise keys.fail("use_gelu", "true")
+def _check_activation(mmproj: GGUFFile, name: str) -> None:
+    keys, key = Keys(mmproj, "clip."), f"use_{name}"
+    if not keys.flag(key):
+        raise keys.fail(key, "true")
+
+
+def _check_epsilon(vision: Keys, expected: float) -> None:
+    key = "attention.layer_norm_epsilon"
+    if abs((found := vision.number(key)) / expected - 1) > 1e-6:  # files round numbers to fp32
+        raise vision.fail(key, f"{expected:g}, found {found:g}")
 
 
 def _names_of(mmproj: GGUFFile, modules: Mapping[str, str]) -> dict[str, str]:
@@ -113,10 +143,9 @@ def _qwen_config(gguf: GGUFFile, mmproj: GGUFFile, text: Mapping[str, Any]) -> d
 
 
 def _qwen_vision_config(mmproj: GGUFFile, levels: Sequence[int]) -> dict[str, Any]:
-    _check_gelu(mmproj)
-    vision, epsilon, positions = Keys(mmproj, _VISION), "attention.layer_norm_epsilon", "v.position_embd.weight"
-    if abs((found := vision.number(epsilon)) / _EPS - 1) > 1e-6:  # files round numbers to fp32
-        raise vision.fail(epsilon, f"{_EPS:g}, found {found:g}")
+    _check_activation(mmproj, "gelu")
+    vision, positions = Keys(mmproj, _VISION), "v.position_embd.weight"
+    _check_epsilon(vision, _QWEN_EPS)
     if positions not in mmproj.tensors:
         raise ConfigError(f"{mmproj.path}: expected a tensor {positions}, found none")
     return {
@@ -166,34 +195,40 @@ def _qwen_names(mmproj: GGUFFile) -> dict[str, str]:
 
 
 def _gemma_config(gguf: GGUFFile, mmproj: GGUFFile, text: Mapping[str, Any]) -> dict[str, Any]:
-    _check_gelu(mmproj)
+    _check_activation(mmproj, "gelu")
     vision = Keys(mmproj, _VISION)
-    image, patch, pooled = (
-        vision.integer(key, default)
-        for key, default in (("image_size", None), ("patch_size", None), ("projector.scale_factor", 4))
-    )
+    config, pooled = _shape_of_tower(vision), vision.integer("projector.scale_factor", 4)
     return {
         "model_type": "gemma3",
         "text_config": dict(text),
-        "vision_config": {
-            "num_hidden_layers": vision.integer("block_count"),
-            "hidden_size": vision.integer("embedding_length"),
-            "intermediate_size": vision.integer("feed_forward_length"),
-            "num_attention_heads": vision.integer("attention.head_count"),
-            "layer_norm_eps": vision.number("attention.layer_norm_epsilon"),
-            "image_size": image,
-            "patch_size": patch,
-        },
-        "mm_tokens_per_image": (image // max(patch, 1) // max(pooled, 1)) ** 2,
+        "vision_config": config | {"layer_norm_eps": vision.number("attention.layer_norm_epsilon")},
+        "mm_tokens_per_image": (config["image_size"] // max(config["patch_size"], 1) // max(pooled, 1)) ** 2,
         **_token_ids(gguf, _GEMMA_TOKENS),
     }
 
 
-def _gemma_processor(mmproj: GGUFFile) -> dict[str, Any]:
+def _shape_of_tower(vision: Keys) -> dict[str, int]:
+    """Return the fields of vision_config that say the shape of a tower and the largest side of a picture."""
+    keys = {
+        "num_hidden_layers": "block_count",
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_attention_heads": "attention.head_count",
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+    }
+    return {field: vision.integer(key) for field, key in keys.items()}
+
+
+def _processor(mmproj: GGUFFile, *sides: str) -> dict[str, Any]:
+    """Return the fields for pictures that are scaled to the largest side. sides: the keys of `size` for it."""
     vision = Keys(mmproj, _VISION)
-    side = vision.integer("image_size")
-    found = {key: vision.numbers(key) for key in ("image_mean", "image_std")}
-    return {"image_processor": {"size": {"height": side, "width": side}, **found}}
+    size = dict.fromkeys(sides, vision.integer("image_size"))
+    return {"image_processor": {"size": size} | {key: vision.numbers(key) for key in ("image_mean", "image_std")}}
+
+
+def _gemma_processor(mmproj: GGUFFile) -> dict[str, Any]:
+    return _processor(mmproj, "height", "width")
 
 
 def _gemma_names(mmproj: GGUFFile) -> dict[str, str]:
@@ -205,13 +240,42 @@ def _gemma_names(mmproj: GGUFFile) -> dict[str, str]:
     return _names_of(mmproj, modules) | {_GEMMA_PROJECTION: "multi_modal_projector.mm_input_projection_weight"}
 
 
+def _pixtral_config(gguf: GGUFFile, mmproj: GGUFFile, text: Mapping[str, Any]) -> dict[str, Any]:
+    _check_activation(mmproj, "silu")
+    vision, kind = Keys(mmproj, _VISION), text["model_type"]
+    _check_epsilon(vision, _PIXTRAL_EPS)
+    theta = Keys(mmproj, "clip.").number("rope.freq_base", 10000.0)
+    return {
+        "model_type": "mistral3",
+        "text_config": {**text, "model_type": _LLAMA_OF_MISTRAL.get(kind, kind), "sliding_window": None},
+        "vision_config": {**_shape_of_tower(vision), "hidden_act": "silu", "rope_theta": theta},
+        "spatial_merge_size": vision.integer("spatial_merge_size"),
+        "multimodal_projector_bias": "mm.1.bias" in mmproj.tensors,
+        **_token_ids(gguf, _PIXTRAL_TOKENS),
+    }
+
+
+def _pixtral_processor(mmproj: GGUFFile) -> dict[str, Any]:
+    return _processor(mmproj, "longest_edge")
+
+
+def _pixtral_names(mmproj: GGUFFile) -> dict[str, str]:
+    return _names_of(mmproj, _PIXTRAL_MODULES)
+
+
+def _pixtral_orders(mmproj: GGUFFile) -> dict[str, Order]:
+    shape = _shape_of_tower(Keys(mmproj, _VISION))
+    pairs = order_of_pairs(shape["hidden_size"] // max(shape["num_attention_heads"], 1))
+    return {name: pairs for name in mmproj.tensors if _PIXTRAL_PAIRED.fullmatch(name)}
+
+
 QWEN_TOWER = Tower(
     projector="qwen3vl_merger",
     output="mm.2.bias",
     tokens=tuple(_QWEN_TOKENS.values()),
     config=_qwen_config,
     processor=_qwen_processor,
-    text="model.language_model.",
+    text={"model.": "model.language_model."},
     names=_qwen_names,
 )
 GEMMA3_TOWER = Tower(
@@ -220,7 +284,19 @@ GEMMA3_TOWER = Tower(
     tokens=tuple(_GEMMA_TOKENS.values()),
     config=_gemma_config,
     processor=_gemma_processor,
-    text="language_model.model.",
+    text={"model.": "language_model.model."},
     names=_gemma_names,
     changes={"mm.soft_emb_norm": "plus_one"},
+)
+PIXTRAL_TOWER = Tower(
+    projector="pixtral",
+    output="mm.2.weight",
+    tokens=(*_PIXTRAL_TOKENS.values(), *_PIXTRAL_MARKS),
+    config=_pixtral_config,
+    processor=_pixtral_processor,
+    text={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    names=_pixtral_names,
+    orders=_pixtral_orders,
+    needed=("mm.patch_merger.weight",),
+    copies=("v.token_embd.img_break",),
 )
