@@ -341,3 +341,19 @@ def test_a_rank_that_fails_in_an_encode_ends_the_others(checkpoint: Path, culpri
         for rank in range(3):
             says = "ValueError: the culprit's own error" if rank == culprit else f"GroupError: rank {culprit}"
             assert says in eventually(functools.partial(ranks.output, rank), says)
+
+
+def test_pictures_before_pages_that_are_read_from_files_are_not_encoded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = single_engine(checkpoint, dtype=torch.bfloat16, max_total_tokens=2048, eager=True, kv_dir=tmp_path / "kv")
+    request = ask(prompt(text(1, 20), SMALL, text(2, 70), medium(9, 2, 3), text(3, 5)), 4)
+    first = answers(engine, [request])
+    assert engine.worker.store is not None
+    engine.worker.store.flush(60)
+    forget(engine)
+    evict(engine, EncoderCache)
+    sent = spy(engine, monkeypatch)
+    assert answers(engine, [request]) == first
+    assert encodes(sent) == 1  # of the second picture, which follows the three full pages
+    engine.worker.store.close()
