@@ -56,7 +56,7 @@ def answer(job: dict[str, Any]) -> None:
             found[f"{i}.token_ids"] = ids[0].clone()
             found[f"{i}.logits"] = model(ids).logits[0, -new - 1 : -1].float().clone()
         for window in job["windows"]:
-            logits = model(torch.tensor([window])).logits[0, :-1]
+            logits = model(torch.tensor([window])).logits[0, :-1].float()
             losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="none"))
     save_file(found | {"losses": torch.cat(losses)}, job["out"])
 
