@@ -5,10 +5,13 @@ compiled kernel, on the rung of its kind (`kind_of`, `rung_of`).
 """
 
 import atexit
+import errno
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +34,23 @@ log = logging.getLogger(__name__)
 
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "reference")
 
+HUGE_PAGE = 2 << 20
+"""Bytes."""
+_ALIGNMENT = 64
+_PAGE = 4096
+
 _isa: str | None = None
 _rungs: dict[str, str] = {}  # by kind of kernel; kinds that are missing run on _isa
 _DTYPES = {getattr(torch, name): code for code, name in enumerate(_C.dtypes())} if _C else {}
+
+
+class _GivenMemory(threading.local):
+    """The memory that `alloc` takes parts of: what is left of it."""
+
+    rest: Tensor | None = None
+
+
+_given = _GivenMemory()
 
 
 @dataclass(frozen=True)
@@ -251,18 +268,73 @@ def arena_bytes() -> tuple[int, int]:
 
 
 def alloc(nbytes: int, *, resident: bool = False) -> Tensor:
-    """Return zeroed uint8 [nbytes], 64-byte aligned, in a mapping of its own (huge pages).
+    """Return zeroed uint8 [nbytes], 64-byte aligned, in a mapping of its own (huge pages), or a part of the memory of
+    `allocating_from`.
 
-    It is unmapped when its last view is freed. resident=False: pages become resident when they are first written.
-    resident=True: all threads touch the memory now, each its share, which matters on virtual machines where the first
-    touch of memory is slow.
+    A mapping is unmapped when its last view is freed. resident=False: its pages become resident when they are first
+    written. resident=True: all threads touch the memory now, each its share, which matters on virtual machines where
+    the first touch of memory is slow.
     """
+    rest = _given.rest
+    if rest is not None:
+        if nbytes > len(rest):
+            raise KernelError(f"alloc: expected at most {len(rest)} bytes, the rest of the memory, found {nbytes}")
+        _given.rest = rest[taken_bytes(nbytes) :]
+        return rest[:nbytes]
     if not _C:
         return torch.zeros(nbytes, dtype=torch.uint8)
     data: Tensor = _C.alloc(nbytes)
     if resident and isa() != "reference":
-        _C.touch(data)
+        _C.touch(data, _PAGE)
     return data
+
+
+def taken_bytes(nbytes: int) -> int:
+    """Return the bytes of given memory that `alloc` takes."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@contextmanager
+def allocating_from(memory: Tensor) -> Iterator[None]:
+    """Within this context, `alloc` returns parts of memory[bytes] uint8, one after another, and touches none of them.
+
+    memory: begins with a page.
+    """
+    _given.rest = memory
+    try:
+        yield
+        rest = _given.rest
+        if rest is not None and len(rest):
+            raise KernelError(f"allocating_from: expected all memory to be taken, found {len(rest)} bytes left")
+    finally:
+        _given.rest = None
+
+
+def new_file_memory(file: int, nbytes: int) -> Tensor | None:
+    """Map a memory file (memfd_create) of `nbytes` zeros, a multiple of HUGE_PAGE. All threads touch it, each its part.
+
+    Returns uint8 [nbytes], or None without huge pages for such files, which small pages would make slower to read than
+    other memory, and where kernels run in plain torch.
+    """
+    if isa() == "reference":
+        return None
+    data: Tensor = _C.map_file(file, nbytes, True)
+    _C.touch(data, HUGE_PAGE)  # one small page on the node of its thread, where the huge page will be
+    if _C.join_pages(data) == errno.EINVAL:
+        return None
+    _C.touch(data, _PAGE)
+    return data
+
+
+def old_file_memory(file: int, nbytes: int) -> Tensor:
+    """Map the first `nbytes` of a memory file that another process has filled, to be read only."""
+    data: Tensor = _C.map_file(file, nbytes, False)
+    return data
+
+
+def protect(memory: Tensor) -> None:
+    """Make the whole memory of a file read-only: a stray write then ends this process and does not outlive it."""
+    _C.protect(memory)
 
 
 def drop_pages(tensor: Tensor) -> None:

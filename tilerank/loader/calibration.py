@@ -34,7 +34,7 @@ class Calibration:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._known, self._unknown = set[str](), set[str]()
         self._means = _read(path)
 
@@ -55,7 +55,7 @@ class Calibration:
         self._known.add(module)
         if means.shape != rectangle.shape[1:]:
             raise CheckpointError(
-                f"{self._path}: {module}: expected shape {list(rectangle.shape[1:])}, found {list(means.shape)}"
+                f"{self.path}: {module}: expected shape {list(rectangle.shape[1:])}, found {list(means.shape)}"
             )
         return (means / means.mean() + _LEAST)[rectangle.index[1]]
 
@@ -63,10 +63,10 @@ class Calibration:
         """Raise CheckpointError if no rectangle asked for was in the file. log_unknown: log which were not."""
         if self._unknown and not self._known:
             raise CheckpointError(
-                f"{self._path}: expected a file of this model, found none of its projections: {some(self._unknown)}"
+                f"{self.path}: expected a file of this model, found none of its projections: {some(self._unknown)}"
             )
         if self._unknown and log_unknown:
-            log.info("%s: not in the file, so that all columns count alike: %s", self._path, some(self._unknown))
+            log.info("%s: not in the file, so that all columns count alike: %s", self.path, some(self._unknown))
 
 
 def write_calibration(path: Path, means: Mapping[str, Tensor]) -> None:

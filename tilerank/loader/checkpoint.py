@@ -98,6 +98,20 @@ class Checkpoint:
         self._files[path] = handle
 
 
+def file_states(checkpoint: Checkpoint, calibration: Path | None) -> list[tuple[str, int, int, int]]:
+    """Return what changes when a file that the weights depend on is replaced or written to: its name, size and times.
+
+    The time of its last change cannot be set. Reading the files instead would take as long as loading.
+    """
+    files = {tensor.file for tensor in checkpoint.tensors.values()}
+    if checkpoint.model_dir.is_dir():
+        files |= {path for path in checkpoint.model_dir.glob("*.json") if path.is_file()}
+    if calibration is not None:
+        files.add(calibration)
+    states = ((file.name, file.stat()) for file in files)
+    return sorted((name, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in states)
+
+
 def _agree(path: Path, listed: set[str], held: set[str]) -> None:
     for names, problem in (
         (listed - held, f"{INDEX} puts it in this file, which does not hold it"),

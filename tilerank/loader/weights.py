@@ -3,20 +3,22 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from tilerank.kernels import core
 from tilerank.kernels.errors import KernelError
-from tilerank.parallel.parameters import Layer
+from tilerank.parallel.parameters import Layer, Parameter
 
 from .calibration import Calibration
 from .checkpoint import Checkpoint, some
 from .encodings.gguf_encoding import GGUFReads
 from .errors import CheckpointError
+from .packed_weights import NO_FILES, PackedWeights, WeightFiles, digest_of
 from .progress_bar import ProgressBar
 from .quantization_config import QuantizationConfig
 from .quantized_checkpoint import CACHE_SCALES, QuantizedCheckpoint
@@ -32,8 +34,8 @@ Quantized = GGUFReads | QuantizedCheckpoint
 class LoadReport:
     """The time and the bytes of loading.
 
-    tensors: number of checkpoint tensors of which this rank holds a part. bytes_read: of these. peak_rss: the process's
-    peak resident bytes since it started.
+    tensors: number of checkpoint tensors of which this rank has read a part, none if the weights were packed before.
+    bytes_read: of these. peak_rss: the process's peak resident bytes since it started.
     """
 
     tensors: int
@@ -50,19 +52,50 @@ def load_weights(
     progress: bool,
     quantization: QuantizationConfig | None = None,
     calibration: Calibration | None = None,
+    files: WeightFiles = NO_FILES,
 ) -> LoadReport:
-    """Allocate `model` and fill it from `checkpoint`.
+    """Allocate `model` and fill it from `checkpoint`, or from `files` if they have its packed weights.
 
     ignore: returns whether the model leaves out a tensor of the checkpoint on purpose. progress (True on one rank):
     show a bar if stderr is a terminal, else log a line now and then. quantization: how the checkpoint stores the
     weights that the model holds in a quantised format; None: as floats, which are quantised here, by `calibration` if
-    there is one. Blocks are packed on the kernel pool; beside the model itself, one block of a tensor
-    (parallel.parameters.BLOCK_ELEMENTS) is in memory.
+    there is one. files: those that lack the packed weights get them. Blocks are packed on the kernel pool; beside the
+    model itself, one block of a tensor (parallel.parameters.BLOCK_ELEMENTS) is in memory.
 
     Raises CheckpointError for a tensor that is missing, superfluous, or of the wrong shape or dtype, before anything is
     allocated or read, and for one that holds NaN, infinity or what its format cannot represent.
     """
     started = time.monotonic()
+    packed = PackedWeights(model, files, partial(digest_of, model, checkpoint, calibration), verbose=progress)
+    reads: list[Read] = []
+    if not packed.restore():
+        reads = _reads_of(model, checkpoint, ignore, quantization, calibration, verbose=progress)
+        packed.allocate()
+        _fill(model, checkpoint, reads, progress)
+        packed.keep()
+    tensors = {stored.name for read in reads for stored in read.stored}
+    total = sum(read.nbytes(checkpoint) for read in reads)
+    report = LoadReport(len(tensors), total, time.monotonic() - started, peak_rss())
+    log.debug(
+        "loaded %d tensors, %.3f GB in %.1f s; peak resident memory %.3f GB",
+        report.tensors,
+        report.bytes_read / 1e9,
+        report.seconds,
+        report.peak_rss / 1e9,
+    )
+    return report
+
+
+def _reads_of(
+    model: Layer,
+    checkpoint: Checkpoint,
+    ignore: Callable[[str], bool],
+    quantization: QuantizationConfig | None,
+    calibration: Calibration | None,
+    *,
+    verbose: bool,
+) -> list[Read]:
+    """Return what this rank has to read, in storage order. verbose: log what a user may not expect of the files."""
     quantized: Quantized | None = None
     if checkpoint.gguf:
         quantized = GGUFReads(checkpoint)
@@ -70,14 +103,20 @@ def load_weights(
         quantized = QuantizedCheckpoint(quantization, checkpoint)
     reads = _agreed(model, checkpoint, ignore, quantized, calibration)
     if calibration is not None:
-        calibration.check_use(log_unknown=progress)
-    if progress and quantization is not None:
+        calibration.check_use(log_unknown=verbose)
+    if verbose and quantization is not None:
         _log_formats(checkpoint, quantization, reads)
-    if progress:
+    if verbose:
         _log_zeros(checkpoint, model)
-    model.allocate()
-    total = sum(read.nbytes(checkpoint) for read in reads)
-    bar = ProgressBar(total, progress)
+    return reads
+
+
+def _fill(model: Layer, checkpoint: Checkpoint, reads: Sequence[Read], progress: bool) -> None:
+    """Read and pack the weights of an allocated model."""
+    for layer in model.walk():
+        if isinstance(layer, Parameter):
+            layer.preset()
+    bar = ProgressBar(sum(read.nbytes(checkpoint) for read in reads), progress)
     try:
         for read in reads:
             views = [checkpoint.read(stored.name, stored.index) for stored in read.stored]
@@ -95,16 +134,6 @@ def load_weights(
             bar.advance(read.nbytes(checkpoint))
     finally:
         bar.close()
-    tensors = {stored.name for read in reads for stored in read.stored}
-    report = LoadReport(len(tensors), total, time.monotonic() - started, peak_rss())
-    log.debug(
-        "loaded %d tensors, %.3f GB in %.1f s; peak resident memory %.3f GB",
-        report.tensors,
-        report.bytes_read / 1e9,
-        report.seconds,
-        report.peak_rss / 1e9,
-    )
-    return report
 
 
 def _log_formats(checkpoint: Checkpoint, quantization: QuantizationConfig, reads: list[Read]) -> None:

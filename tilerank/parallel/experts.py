@@ -56,6 +56,11 @@ class ExpertsParameter(WeightParameter):
         for expert in range(self.experts):
             yield from self._of_expert(expert)
 
+    def samples(self) -> Iterator[Rectangle]:
+        yield from super().samples()
+        if self.experts:
+            yield from self._of_expert(0)
+
     def tensors(self) -> Iterator[tuple[str, int]]:
         yield from super().tensors()
         for rectangle in self._of_expert(0):

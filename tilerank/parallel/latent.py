@@ -79,8 +79,7 @@ class _KeyHeads(ExpertsParameter):
 
     transposed = True
 
-    def allocate(self) -> None:
-        super().allocate()
+    def preset(self) -> None:
         if not self.is_empty and isinstance(weight := self.packed.weight, ByteCodesWeight):
             # An int8 checkpoint with a scale a row has none for blocks. Other checkpoints overwrite these.
             weight.scales.fill_(1)

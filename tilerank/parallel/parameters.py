@@ -19,9 +19,6 @@ from .sharding import row_unit
 BLOCK_ELEMENTS = 1 << 24
 """A rectangle is read in blocks of rows of at most this many elements, so that a loader holds no more at a time."""
 
-HUGE_PAGE = 2 << 20
-"""Bytes. Smaller tensors share the heap's pages; larger ones get memory of their own."""
-
 
 @dataclass(frozen=True)
 class FusedPlace:
@@ -100,9 +97,9 @@ class Rectangle:
 class Layer:
     """A part of a model. Its attributes that are layers or lists of layers are its children.
 
-    The constructor allocates nothing, so that any model can be planned; `allocate` makes zeroed weights and
-    `rectangles` lists what a loader has to read into them. A layer describes itself to plans, benchmarks and metrics:
-    its bytes, its cost, how it is cut. By default each answer collects those of the children.
+    The constructor allocates nothing, so that any model can be planned; `allocate` gets memory for weights (core.alloc)
+    and writes nothing into it, and `rectangles` lists what a loader has to read. A layer describes itself to plans,
+    benchmarks and metrics: its bytes, its cost, how it is cut. By default each answer collects those of the children.
     """
 
     def children(self) -> Iterator[Layer]:
@@ -187,6 +184,10 @@ class Parameter(Layer):
         """Yield the rectangles of the checkpoint that fill this parameter, each whole."""
         yield from self._filled_from
 
+    def samples(self) -> Iterator[Rectangle]:
+        """Yield the rectangles of `filled_from`, but of equal ones of experts only those of the first."""
+        yield from self._filled_from
+
     def tensors(self) -> Iterator[tuple[str, int]]:
         for rectangle in self._filled_from:
             yield rectangle.name, prod(rectangle.shape)
@@ -197,6 +198,9 @@ class Parameter(Layer):
 
     def cost(self) -> Cost:
         return Cost(read=self.nbytes())
+
+    def preset(self) -> None:
+        """Store what holds where the checkpoint has nothing, if that is not zero. Called before anything is written."""
 
     def write(self, rows: Tensor, row: int) -> None:
         """Store floats, one or more rows, from `row` on."""
@@ -316,10 +320,7 @@ class PlainParameter(Parameter):
         return prod(self.shape) * self.dtype.itemsize
 
     def allocate(self) -> None:
-        if self.nbytes() < HUGE_PAGE:
-            self.data = torch.zeros(self.shape, dtype=self.dtype)
-        else:
-            self.data = core.alloc(self.nbytes(), resident=True).view(self.dtype).view(self.shape)
+        self.data = core.alloc(self.nbytes(), resident=True).view(self.dtype).view(self.shape)
 
     def write(self, rows: Tensor, row: int) -> None:
         self.data[row : row + len(rows)] = rows

@@ -65,14 +65,13 @@ class Int8:
         return round_up(n, BLOCK_N) * (round_up(k, _TILE_K) + 4)
 
     def empty(self, n: int, k: int) -> Int8Weight:
-        nbytes = self.nbytes(n, k)
+        memory, rows = core.alloc(self.nbytes(n, k), resident=True), round_up(n, BLOCK_N)
         if core.isa() == "reference":
-            return Int8Weight(torch.zeros(n, k, dtype=torch.int8), torch.zeros(n), n, k, self)
-        blocks = round_up(n, BLOCK_N) // BLOCK_N
-        codes, scales = torch.split(
-            core.alloc(nbytes, resident=True), [nbytes - 4 * BLOCK_N * blocks, 4 * BLOCK_N * blocks]
-        )
-        return Int8Weight(codes.view(blocks, -1), scales.view(torch.float32).view(blocks, BLOCK_N), n, k, self)
+            scales, codes = torch.split(memory, [4 * n, n * k])
+            return Int8Weight(codes.view(torch.int8).view(n, k), scales.view(torch.float32), n, k, self)
+        codes, scales = torch.split(memory, [len(memory) - 4 * rows, 4 * rows])
+        codes, scales = codes.view(rows // BLOCK_N, -1), scales.view(torch.float32).view(-1, BLOCK_N)
+        return Int8Weight(codes, scales, n, k, self)
 
     def product(self, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         """Return x[m, k] @ (codes[n, k] * scales[n]).T in plain torch."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from tilerank.kernels import core
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.loader.card import ModelCard
-from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.checkpoint import Checkpoint, file_states
 from tilerank.parallel.sharding import Sharding
 
 from ..step.cache import CacheSpec
@@ -23,27 +23,14 @@ _SOURCES = Path(__file__).parents[2]
 def cache_identity(
     checkpoint: Checkpoint, card: ModelCard, config: RankConfig, sharding: Sharding, specs: Sequence[CacheSpec]
 ) -> bytes:
-    """Return 32 bytes that identify the files of the model, how it is loaded and cut, and the code that computes it.
-
-    Files are identified by their names, sizes and times of change, since reading them would take as long as loading.
-    """
-    files = {tensor.file for tensor in checkpoint.tensors.values()}
-    if checkpoint.model_dir.is_dir():
-        files |= set(checkpoint.model_dir.glob("*.json"))
-    if config.quantization is not None and config.quantization.calibration is not None:
-        files.add(config.quantization.calibration)
+    """Return 32 bytes that identify the files of the model, how it is loaded and cut, and the code that computes it."""
+    files = file_states(checkpoint, None if config.quantization is None else config.quantization.calibration)
     cut = (sharding.rank, sharding.size, sharding.strategy, sharding.cached_tokens, sharding.kv_split, list(specs))
     loaded = (config.dtype, config.kv_dtype, config.quantization, config.activation_bits)
     options = (card.context_length, sorted(config.family_options.items()))
     kernels = (core.build_digest(), core.isa(), sorted(core.rungs().items()), PAGE_TOKENS)
-    text = repr((sorted(map(_state, files)), cut, loaded, options, kernels, _digest_of_sources()))
+    text = repr((files, cut, loaded, options, kernels, _digest_of_sources()))
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
-
-
-def _state(file: Path) -> tuple[str, int, int, int]:
-    """Return what changes when a file is replaced or written to. The time of its last change cannot be set."""
-    status = file.stat()
-    return file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _digest_of_sources() -> str:

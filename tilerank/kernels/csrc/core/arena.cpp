@@ -37,6 +37,8 @@ void forbid(void*, size_t) {}
 constexpr size_t kHuge = size_t{2} << 20;
 constexpr size_t kFirstChunk = size_t{8} << 20;
 constexpr size_t kAlign = 64;
+constexpr int kMadvCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older C libraries do not name
+constexpr int kAttempts = 8;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 size_t page_size() {
@@ -51,24 +53,61 @@ size_t mapping_size(size_t bytes) {
   return huge - bytes <= bytes / 3 ? huge : round_up(std::max<size_t>(bytes, 1), page_size());
 }
 
+// Maps memory or a file at the start of a huge page, if it is as large as one.
+void* map_aligned(size_t size, int protection, int flags, int file) {
+  // Maps more than needed, then trims.
+  const size_t reserve = size >= kHuge ? size + kHuge : size;
+  void* const mapping = mmap(nullptr, reserve, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapping == MAP_FAILED) return mapping;
+  char* const raw = static_cast<char*>(mapping);
+  char* start = raw;
+  if (size >= kHuge) start = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(raw), kHuge));
+  if (start != raw) munmap(raw, static_cast<size_t>(start - raw));
+  if (raw + reserve != start + size) munmap(start + size, static_cast<size_t>(raw + reserve - (start + size)));
+  void* const placed = mmap(start, size, protection, flags | MAP_FIXED, file, 0);
+  if (placed == MAP_FAILED) {
+    const int reason = errno;
+    munmap(start, size);
+    errno = reason;
+  }
+  return placed;
+}
+
+[[noreturn]] void fail(const char* where, size_t bytes) {
+  const std::string reason = std::strerror(errno);
+  throw Error(std::string(where) + ": expected " + std::to_string(bytes) + " bytes of memory, found " + reason);
+}
+
 }  // namespace
 
 void* map_pages(size_t bytes) {
   const size_t size = mapping_size(bytes);
-  // Maps more than needed, then trims, so that the memory starts on a huge page.
-  const size_t reserve = size >= kHuge ? size + kHuge : size;
-  void* mapping = mmap(nullptr, reserve, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapping == MAP_FAILED) {
-    throw Error("alloc: expected " + std::to_string(bytes) + " bytes of memory, found " + std::strerror(errno));
-  }
-  if (size < kHuge) return mapping;
-  char* const raw = static_cast<char*>(mapping);
-  char* const start = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(raw), kHuge));
-  if (start != raw) munmap(raw, static_cast<size_t>(start - raw));
-  if (raw + reserve != start + size) munmap(start + size, static_cast<size_t>(raw + reserve - (start + size)));
+  void* const start = map_aligned(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  if (start == MAP_FAILED) fail("alloc", bytes);
   // Only advice: without huge pages the memory is the same, but slower.
-  madvise(start, size / kHuge * kHuge, MADV_HUGEPAGE);
+  if (size >= kHuge) madvise(start, size / kHuge * kHuge, MADV_HUGEPAGE);
   return start;
+}
+
+void* map_file(int file, size_t bytes, bool writable) {
+  const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  const int flags = writable ? MAP_SHARED : MAP_SHARED | MAP_POPULATE;  // what is only read is there already
+  void* const start = map_aligned(bytes, protection, flags, file);
+  if (start == MAP_FAILED) fail("map_file", bytes);
+  return start;
+}
+
+int join_pages(void* data, size_t bytes) {
+  // Pages that another processor still counts in a cache of its own are busy for a moment.
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    if (madvise(data, bytes, kMadvCollapse) == 0) return 0;
+    if (errno != EAGAIN && errno != EBUSY) break;
+  }
+  return errno;
+}
+
+void protect_pages(void* data, size_t bytes) {
+  if (mprotect(data, bytes, PROT_READ)) fail("protect", bytes);
 }
 
 void unmap_pages(void* data, size_t bytes) { munmap(data, mapping_size(bytes)); }

@@ -13,6 +13,17 @@ namespace tilerank {
 void* map_pages(size_t bytes);
 void unmap_pages(void* data, size_t bytes);
 
+// Maps the first `bytes` of a memory file (memfd_create), shared with other mappings of it. `bytes`: whole huge pages,
+// which unmap_pages gets as well. Throws Error.
+void* map_file(int file, size_t bytes, bool writable);
+
+// Joins the pages of such a mapping to huge ones, each on the node of its first small page. Returns 0, or an errno if
+// some pages stay small.
+int join_pages(void* data, size_t bytes);
+
+// Makes such a mapping read-only. Throws Error.
+void protect_pages(void* data, size_t bytes);
+
 // Drops the whole pages inside [data, data + bytes), all of which must be in file mappings, from resident memory.
 // Throws Error.
 void drop_file_pages(void* data, size_t bytes);

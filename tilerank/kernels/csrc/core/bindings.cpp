@@ -60,11 +60,12 @@ Isa usable_isa(const std::string& name) {
   throw Error("isa: expected a rung that this machine can run, found " + name);
 }
 
-// Touches a tensor of bytes on all threads.
-void touch(const py::object& data) {
+// Touches every `step` bytes of a tensor on all threads.
+void touch(const py::object& data, int64_t step) {
   static const int id = kernel_id("touch");
   Call call;
   call.args.tensors[call.args.num_tensors++] = read_tensor(data.ptr(), "touch");
+  call.args.ints[call.args.num_ints++] = step;
   run(id, call, {data});
 }
 
@@ -127,7 +128,18 @@ PYBIND11_MODULE(_C, m) {
         [](const std::vector<int64_t>& shape, int dtype, bool apart) { return empty(arena(), shape, dtype, apart); });
   m.def("view", [](const py::object& of, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
                    int64_t first) { return view(arena(), of, shape, strides, first); });
+  // Lets a change of pages take a tensor of bytes.
+  const auto on_pages = [](auto change) {
+    return [change](const py::object& tensor) {
+      const dlpack::Tensor raw = borrow(tensor.ptr(), "pages");
+      py::gil_scoped_release unlocked;
+      return change(raw.data, static_cast<size_t>(raw.shape[0]));
+    };
+  };
   m.def("alloc", &alloc);
+  m.def("map_file", &map_bytes);
+  m.def("join_pages", on_pages(join_pages));
+  m.def("protect", on_pages(protect_pages));
   m.def("touch", &touch);
   m.def("drop_pages", &drop_pages);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();

@@ -84,6 +84,19 @@ std::unique_ptr<Owner> make_owner(const std::vector<int64_t>& shape, const DType
   return owner;
 }
 
+// Returns bytes in pages from `map`, which are unmapped with the last tensor over them.
+template <class Map>
+py::object import_pages(int64_t bytes, Map map) {
+  const DTypeName& type = kDTypes[static_cast<int>(DType::u8)];
+  auto owner = make_owner({bytes}, type);
+  void* const data = map(owner->bytes);
+  return import_tensor(std::move(owner), data, 1, {type.code, type.bits, 1}, [](dlpack::Managed* managed) {
+    auto* owner = static_cast<Owner*>(managed->context);
+    unmap_pages(managed->tensor.data, owner->bytes);
+    delete owner;
+  });
+}
+
 }  // namespace
 
 void attach_tensors(py::type tensor, const py::list& dtypes) {
@@ -185,15 +198,10 @@ py::object alias(const std::shared_ptr<Arena>& arena, const py::object& of) {
                        [](dlpack::Managed* managed) { delete static_cast<Owner*>(managed->context); });
 }
 
-py::object alloc(int64_t bytes) {
-  const DTypeName& type = kDTypes[static_cast<int>(DType::u8)];
-  auto owner = make_owner({bytes}, type);
-  void* const data = map_pages(owner->bytes);
-  return import_tensor(std::move(owner), data, 1, {type.code, type.bits, 1}, [](dlpack::Managed* managed) {
-    auto* owner = static_cast<Owner*>(managed->context);
-    unmap_pages(managed->tensor.data, owner->bytes);
-    delete owner;
-  });
+py::object alloc(int64_t bytes) { return import_pages(bytes, map_pages); }
+
+py::object map_bytes(int file, int64_t bytes, bool writable) {
+  return import_pages(bytes, [=](size_t size) { return map_file(file, size, writable); });
 }
 
 void drop_pages(const py::object& tensor) {

@@ -67,6 +67,9 @@ py::object alias(const std::shared_ptr<Arena>& arena, const py::object& of);
 // Returns zeroed bytes in a mapping of their own (map_pages).
 py::object alloc(int64_t bytes);
 
+// Returns the first bytes of a memory file (map_file).
+py::object map_bytes(int file, int64_t bytes, bool writable);
+
 // Drops the tensor's pages, which must be in a file mapping, from resident memory (drop_file_pages).
 void drop_pages(const py::object& tensor);
 

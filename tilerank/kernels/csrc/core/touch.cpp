@@ -1,4 +1,5 @@
-// touch: writes to fresh memory, so that the system maps it. Threads take huge pages in turn, hence equally many.
+// touch: writes one byte of every `step` to fresh memory, so that the system maps it. Threads take huge pages in turn,
+// hence equally many.
 #ifndef TR_RUNG
 #include "core/entry.h"
 #define TR_SOURCE "core/touch.cpp"
@@ -6,13 +7,13 @@
 #else
 namespace tilerank::TR_RUNG {
 
-TR_ENTRY(touch, Team& team, const Tensor& data) {
-  constexpr int64_t kHugePage = 2 << 20, kPage = 4096;
+TR_ENTRY(touch, Team& team, const Tensor& data, int64_t step) {
+  constexpr int64_t kHugePage = 2 << 20;
   volatile char* const first = data.as<char>();
   const int64_t bytes = data.size[0];
   for (int64_t page = team.index * kHugePage; page < bytes; page += team.count * kHugePage) {
     const int64_t end = std::min(page + kHugePage, bytes);
-    for (int64_t i = page; i < end; i += kPage) first[i] = 0;
+    for (int64_t i = page; i < end; i += step) first[i] = 0;
   }
 }
 
