@@ -261,17 +261,19 @@ NUMA_MAPS = """\
 55a20fbe3000 prefer:1 heap anon=6 dirty=6 active=0 N0=2 N1=4 kernelpagesize_kB=4
 7f0000000000 prefer:1 anon=3 dirty=3 N1=2 N2=1 kernelpagesize_kB=2048
 7f1000000000 default
+7f2000000000 prefer:1 file=/memfd:tilerank-weights\\040(deleted) dirty=2 active=0 N2=2 kernelpagesize_kB=4
 7ffc3d9e4000 default stack:1 anon=4 dirty=4 N0=4 kernelpagesize_kB=4
 """
 
 
 def test_share_of_memory_near_the_cores(tmp_path: Path) -> None:
-    """In KiB: 24 on node 0, 16 and two huge pages on node 1, one huge page on node 2. Files are not counted."""
+    """In KiB: 24 on node 0, 16 and two huge pages on node 1, one huge page and 8 of a memory file on node 2. Files on
+    disk are not counted."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/numa_maps").write_text(NUMA_MAPS)
-    total = 24 + 16 + 3 * 2048
+    total = 24 + 16 + 3 * 2048 + 8
     assert local_memory((1,), tmp_path) == (16 + 2 * 2048) / total
-    assert local_memory((0, 2), tmp_path) == (24 + 2048) / total
+    assert local_memory((0, 2), tmp_path) == (24 + 2048 + 8) / total
     assert local_memory((3,), tmp_path) == 0
     assert local_memory((), tmp_path) is None
 

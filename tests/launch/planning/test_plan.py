@@ -15,7 +15,7 @@ from tilerank.launch.commands import plan as command
 from tilerank.launch.host.placement import divide_placement, place
 from tilerank.launch.host.topology import read_topology
 from tilerank.launch.options.model import ModelOptions
-from tilerank.launch.planning.plan import plan_model
+from tilerank.launch.planning.plan import plan_model, without_held_weights
 from tilerank.launch.planning.plan_text import as_json, render, render_replicas, replicas_as_json
 from tilerank.launch.planning.plan_types import RANK_OVERHEAD, ReplicaPlans
 from tilerank.launch.text import size
@@ -292,3 +292,21 @@ def test_command_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:
 def test_arguments_are_read_without_torch() -> None:
     code = "import sys, tilerank.launch.commands.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_weights_in_memory_files_count_once(tmp_path: Path) -> None:
+    """On each of two nodes, a rank of the last start has left 1 GiB, which its successor finds."""
+    machine = sockets(2, 8)
+    machine.memory = {0: 4 * GIB, 1: 4 * GIB}
+    machine.cgroup = {
+        "sys/fs/cgroup/memory.max": str(8 * GIB),
+        "sys/fs/cgroup/memory.current": str(3 * GIB),
+        "sys/fs/cgroup/memory.stat": "inactive_file 0",
+    }
+    topology = read_topology(machine.write(tmp_path))
+    found = without_held_weights(topology, place(topology, 2), [GIB, GIB])
+    assert [node.memory_free for node in found.nodes] == [2 * GIB + GIB, 2 * GIB + GIB]
+    assert found.limits.memory_available == 8 * GIB - 3 * GIB + 2 * GIB
+    wide = without_held_weights(topology, place(topology, 1), [GIB])
+    assert [node.memory_free for node in wide.nodes] == [2 * GIB + GIB // 2] * 2, "one rank on both nodes"
+    assert without_held_weights(topology, place(topology, 2), []) == topology

@@ -80,7 +80,8 @@ class CalibrateJob:
         from tilerank.runtime.rank.worker import Worker
 
         config = self._options.rank_config(read_card(self._model_dir), _CACHED)
-        return ObservedWorker(Worker(self._model_dir, team, replace(config, eager=True)), team.group, self._args.output)
+        worker = Worker(self._model_dir, team, replace(config, eager=True), start.weight_files(self._args))
+        return ObservedWorker(worker, team.group, self._args.output)
 
     def lead(self, observed: ObservedWorker, size: int, placement: Placement) -> None:
         from tilerank.runtime.lead.engine import Engine

@@ -107,10 +107,11 @@ class GenerateJob:
     def memory_refusal(self, size: int, here: range, placement: Placement) -> str | None:
         from tilerank.runtime.rank import registry
 
-        from ..planning.plan import plan_model
+        from ..planning.plan import plan_model, without_held_weights
         from ..planning.remedies import plan_with_remedy
 
-        topology, name = read_topology(), str(self._model_dir)
+        name = str(self._model_dir)
+        topology = without_held_weights(read_topology(), placement, start.held_weights(os.environ))
         topology = replace(topology, limits=topology.limits.beside(self.BESIDE_BYTES))
 
         def planner(card: ModelCard, options: model.ModelOptions) -> "Plan":
@@ -135,7 +136,8 @@ class GenerateJob:
             if tokens < self._plan.cached_tokens:
                 log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         config = self._options.rank_config(read_card(self._model_dir), tokens)
-        return Worker(self._model_dir, team, kv_dir.with_kv_dir(config, self._args))
+        config = kv_dir.with_kv_dir(config, self._args)
+        return Worker(self._model_dir, team, config, start.weight_files(self._args))
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core

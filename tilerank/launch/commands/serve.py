@@ -97,14 +97,17 @@ def _watch(args: argparse.Namespace) -> WatchedConditions:
 
 def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostRanks]) -> int:
     """Run the server as the parent of its processes, and keep the listening socket open for them."""
-    max_restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
+    max_restarts = 0 if args.nnodes > 1 else MAX_RESTARTS if args.max_restarts is None else args.max_restarts
+    if max_restarts:
+        for ranks in replicas:
+            ranks.keep_weights()
     placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
     with job.address.listening(), job.listener as listener:
         return ServerSupervisor(
             lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, placed)],
             [partial(_leading, ranks) for ranks in replicas],
             _watch(args),
-            max_restarts=max_restarts if args.nnodes == 1 else 0,
+            max_restarts=max_restarts,
             drain_s=args.drain_timeout,
             on_ready=job.say_ready,
         ).run()

@@ -154,12 +154,12 @@ def local_share(address: int, length: int, nodes: tuple[int, ...], *, samples: i
 
 
 def local_memory(nodes: tuple[int, ...], root: Path = Path("/")) -> float | None:
-    """Return the fraction of this process's anonymous memory, all that it has allocated and touched, that is on
-    `nodes`. None if `nodes` is empty, or if the kernel does not report it."""
+    """Return the fraction of this process's anonymous memory and memory files, all that it has allocated and touched,
+    that is on `nodes`. None if `nodes` is empty, or if the kernel does not report it."""
     on: Counter[int] = Counter()
     for mapping in (read_text(root / "proc/self/numa_maps") or "").splitlines():
         words = dict(word.split("=", 1) for word in mapping.split() if "=" in word)
-        if "file" not in words:
+        if words.get("file", "/memfd:").startswith("/memfd:"):
             page_kib = int(words.get("kernelpagesize_kB", 4))
             on.update({int(word[1:]): int(n) * page_kib for word, n in words.items() if re.fullmatch("N[0-9]+", word)})
     return sum(on[node] for node in nodes) / on.total() if nodes and on else None

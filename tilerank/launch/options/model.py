@@ -150,6 +150,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a directory or an id on the hub, whose tokenizer and chat template take the place of the model's",
     )
+    model.add_argument(
+        "--weight-cache",
+        type=Path,
+        metavar="DIR",
+        help="keep each rank's packed weights in DIR, where the next start with the same model and options reads them",
+    )
     add_format_arguments(model, "auto: the checkpoint's")
     add_cut_arguments(model, "heads that do not divide: padded, split unevenly, or whichever reads fewer bytes")
     _add_cache_arguments(model)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tilerank.loader.quantization_config import held_codes
 from tilerank.runtime.protocol.sizes import MAX_RUNNING, num_states
 
-from ..host.placement import Placement
+from ..host.placement import Placement, RankPlacement
 from ..host.topology import Topology
 from ..options.model import ModelOptions
 from . import cache_size
@@ -143,18 +143,31 @@ def _dimensions(model: Layer) -> Iterator[Dimension]:
         yield Dimension(name, cut.total, cut.unit, cut.spans, cut.waste)
 
 
-def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int) -> tuple[NodeShare, ...]:
-    """Return what each memory node holds: a rank's bytes lie near its cores, whose threads touch them first, or are
-    spread over all nodes if the rank is not bound. sharers: see Placement.
-    """
+def _home(topology: Topology, rank: RankPlacement) -> dict[int, float]:
+    """Return the part of a rank's bytes on each memory node: near its cores, whose threads touch them first, or spread
+    over all nodes if the rank is not bound."""
     node_of = {cpu: core.node for core in topology.cores for cpu in core.threads}
-    homes = []
-    for rank in ranks:
-        near = Counter(topology.nearest_memory(node_of[cpu]) for cpu in rank.placement.cores)
-        homes.append(near or Counter(topology.allowed_mems))
+    near = Counter(topology.nearest_memory(node_of[cpu]) for cpu in rank.cores) or Counter(topology.allowed_mems)
+    return {node: cores / near.total() for node, cores in near.items()}
+
+
+def without_held_weights(topology: Topology, placement: Placement, held: Sequence[int]) -> Topology:
+    """Return the topology as if the memory of weights that ranks find in memory files were free, since a plan counts it
+    as theirs. held: bytes of each rank of the placement, or nothing."""
+    free = {node.id: node.memory_free for node in topology.nodes}
+    for rank, nbytes in zip(placement.ranks, held, strict=False):
+        for node, part in _home(topology, rank).items():
+            free[node] += int(part * nbytes)
+    nodes = tuple(dataclasses.replace(node, memory_free=free[node.id]) for node in topology.nodes)
+    return dataclasses.replace(topology, nodes=nodes, limits=topology.limits.beside(-sum(held)))
+
+
+def _node_shares(topology: Topology, ranks: tuple[RankShare, ...], sharers: int) -> tuple[NodeShare, ...]:
+    """Return what each memory node holds. sharers: see Placement."""
+    homes = [_home(topology, rank.placement) for rank in ranks]
     shares = []
     for node in topology.allowed_mems:
-        parts = [(rank, home[node] / home.total()) for rank, home in zip(ranks, homes, strict=True) if home[node]]
+        parts = [(rank, home[node]) for rank, home in zip(ranks, homes, strict=True) if node in home]
         held = sum((rank * part for rank, part in parts), MemoryUse())
         shares.append(
             NodeShare(

@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,6 +26,9 @@ from ..text import count
 from ..text import size as size_text
 from . import bootstrap
 from .rendezvous import IDENTITY_VARIABLES, Identity, given_secret, starts_ranks
+
+if TYPE_CHECKING:
+    from tilerank.loader.packed_weights import WeightFiles
 
 ANSWER_S = 60.0
 """Default of --dist-timeout for a rank that is there."""
@@ -244,6 +248,11 @@ class HostRanks:
         self._args = args
         self._size = size
         self._replica = replica
+        self._weights: list[int] = []  # a memory file for each rank
+
+    def keep_weights(self) -> None:
+        """Give each rank a memory file, in which the next process of the rank finds its packed weights."""
+        self._weights = [os.memfd_create("tilerank-weights") for _ in self.here]
 
     def specs(self, hand_over: Mapping[str, int] | None = None) -> list[ProcessSpec]:
         """Return what starts the ranks once. `hand_over`: descriptors for rank 0, by the variable with their number."""
@@ -260,12 +269,15 @@ class HostRanks:
             "TILERANK_SIZE": str(self._size),
             "TILERANK_LOCAL_SIZE": str(len(self.here)),
             "TILERANK_RENDEZVOUS": where,
+            "TILERANK_HELD": ",".join(str(os.fstat(file).st_blocks * 512) for file in self._weights),
         }
         return [
             self._spec(local, rank, environment, {} if rank else for_rank_0) for local, rank in enumerate(self.here)
         ]
 
     def _spec(self, local: int, rank: int, environment: Mapping[str, str], fds: Mapping[str, int]) -> ProcessSpec:
+        if self._weights:
+            fds = {**fds, "TILERANK_WEIGHTS": os.dup(self._weights[local])}
         own = {"TILERANK_RANK": rank, "TILERANK_LOCAL_RANK": local, **fds}
         name = f"rank {rank}" if self._replica is None else f"rank {rank} of replica {self._replica}"
         return ProcessSpec(
@@ -283,6 +295,19 @@ class HostRanks:
 def inherited_placement(env: Mapping[str, str]) -> Placement:
     """Return the placement that our supervisor chose."""
     return msgspec.json.decode(env["TILERANK_PLACEMENT"], type=Placement)
+
+
+def weight_files(args: argparse.Namespace) -> "WeightFiles":
+    """Return the files that may have this rank's packed weights, and otherwise get them."""
+    from tilerank.loader.packed_weights import WeightFiles
+
+    memory = os.environ.get("TILERANK_WEIGHTS")
+    return WeightFiles(None if memory is None else int(memory), args.weight_cache)
+
+
+def held_weights(env: Mapping[str, str]) -> list[int]:
+    """Return the bytes in the memory file of each rank of this host; an empty list without such files."""
+    return [int(nbytes) for nbytes in env.get("TILERANK_HELD", "").split(",") if nbytes]
 
 
 def _environment(env: Mapping[str, str], placement: Placement) -> dict[str, str]:

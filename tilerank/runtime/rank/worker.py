@@ -20,6 +20,7 @@ from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.calibration import Calibration
 from tilerank.loader.card import ModelCard
 from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.packed_weights import NO_FILES, WeightFiles
 from tilerank.loader.quantization_config import held_codes
 from tilerank.loader.rope import long_factors_note
 from tilerank.loader.weight_formats import weight_formats
@@ -62,12 +63,13 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank of `team`, with its shard of the model in `model_dir`. The constructor loads the weights.
+    """One rank of `team`, with its shard of the model in `model_dir`. The constructor loads the weights, or takes them
+    from `weight_files` if another process has packed them.
 
     Raises ConfigError, CheckpointError, ShardError, and EngineError for a context length that the model cannot have.
     """
 
-    def __init__(self, model_dir: Path, team: Team, config: RankConfig) -> None:
+    def __init__(self, model_dir: Path, team: Team, config: RankConfig, weight_files: WeightFiles = NO_FILES) -> None:
         self.model_dir = model_dir
         self.team = team
         self.dtype = config.dtype
@@ -105,6 +107,7 @@ class Worker:
             progress=group.rank == 0,
             quantization=self.card.quantization,
             calibration=calibration,
+            files=weight_files,
         )
         specs = self._model.cache_specs()
         self.states = (config.states or num_states(self.max_total_tokens)) if has_states(specs) else 0
