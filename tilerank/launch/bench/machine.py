@@ -20,10 +20,11 @@ from .harness import Row
 from .peaks import Peaks, bench_cores, peaks_from
 
 KERNELS = (
-    *("--only", "linear,attention", "--seconds", "0.15", "--m", "1,2,4,8,16,64,512", "--shape", "4096x4096"),
+    *("--only", "linear,attention", "--seconds", "0.15", "--m", "1,2,4,8,16,64,512", "--shape", "2048x2048"),
+    *("--formats", "bfloat16,int8,token-int8,int4,int4-a8,mxfp4,mxfp4-a8,fp8,channel-fp8,block-int8,group-int8"),
     *("--cached-tokens", "1024", "--new-tokens", "512"),
 )
-"""The options of `bench kernels` whose rows become the shares."""
+"""The options of `bench kernels` whose rows become the shares: a format of each layout."""
 SUMS = (8 << 10, 1 << 20)
 """Bytes of the sums over two ranks from which a latency and a rate follow."""
 STEP_US, SEQUENCE_US, LAYER_US = 600.0, 60.0, 5.0

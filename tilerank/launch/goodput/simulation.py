@@ -14,7 +14,7 @@ from .limits import Latency, Limits
 from .mix import arrivals
 from .search import Trial, search, trial_of
 
-REQUESTS = 1000
+REQUESTS = 300
 """Requests of a trial, at least."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tilerank.parallel.cost import Cost, Work
+from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
 
 from ...errors import LaunchError
 from ...goodput.simulation import StepLoad
@@ -90,12 +91,14 @@ def step_seconds(
     if cache not in shares.attention:
         raise LaunchError(f"shares: expected attention with a cache of {cache}, found {', '.join(shares.attention)}")
 
-    different = list(dict.fromkeys(ranks))
+    # A simulation has many steps, so ranks that are the slowest of none of these are left out.
+    loads = StepLoad.decode(1, 1), StepLoad.decode(64, 4096), StepLoad.prompt(0, PREFILL_CHUNK, last=True)
+    slowest = {max(ranks, key=lambda rank: _rank_seconds(rank, shares, cache, load)) for load in loads}
 
     def seconds(load: StepLoad) -> float:
         outside = shares.step_us * 1e-6 + load.sequences * shares.sequence_us * 1e-6
         exchanged = 0.0 if sums is None else sums.seconds(load, ranks[0])
-        return max(_rank_seconds(rank, shares, cache, load) for rank in different) + exchanged + outside
+        return max(_rank_seconds(rank, shares, cache, load) for rank in slowest) + exchanged + outside
 
     return seconds
 
