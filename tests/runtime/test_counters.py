@@ -102,9 +102,10 @@ def test_steps_with_a_piece_of_a_prompt_are_prefill() -> None:
     counter.count(Step([*decoding, Chunk(2, 0, [1, 2], [], 1)], []), 0.5, 0.25)
     counter.count(Step(decoding, []), 0.25, 0.0)
     counter.count(Step(decoding[:1], []), 0.125, 0.125)
+    counter.count(Step([Chunk(0, 4, [7, 8, 9], [], 3, drafts=2)], []), 0.125, 0.0)
     counter.count_encode(2.0)
     counter.count_encode(0.25)
-    assert counter.counters == RankCounters(0.5, 0.375, 1000 + 15 * 10 + 1000 + 5 * 10, 0.375, 2.25)
+    assert counter.counters == RankCounters(0.5, 0.5, 1000 + 15 * 10 + 1000 + 5 * 10 + 1000 + 7 * 10, 0.375, 2.25)
 
 
 def run_engine(team: Any) -> list[list[float]]:

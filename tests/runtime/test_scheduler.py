@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
+from drafting import AllDrafts, Guesses, choose_always, keys_with_drafts
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
+from tilerank.runtime.lead.drafts import Drafting
 from tilerank.runtime.lead.encodings import EncoderCache, EncodeWork
 from tilerank.runtime.lead.logits_rules import LogitsRules, TextRules
 from tilerank.runtime.lead.pages import Page, PagePool
@@ -120,6 +122,8 @@ class Schedules(RuleBasedStateMachine):
         self.pool = PagePool(BLOCKS, states)
         self.encodings = EncoderCache(BUDGET)
         self.scheduler = Scheduler([*states, self.pool, self.encodings], MAX_RUNNING, CHUNK)
+        self.guesses = Guesses()
+        self.drafting = Drafting(self.guesses, self.scheduler, AllDrafts())
         self.memory: dict[int, tuple[int, ...]] = {}  # slot -> all prompt keys up to the one whose values are in it
         self.held: dict[int, Hashable] = {}
         self.tables: dict[int, list[int]] = {}  # as another rank holds them
@@ -165,8 +169,9 @@ class Schedules(RuleBasedStateMachine):
             sequence.grammar_mask.ready = ready
 
     @precondition(lambda self: self.alive)
-    @rule(token=st.integers(0, 4), steps=st.integers(1, 40), encodes=st.booleans())
-    def run(self, token: int, steps: int, encodes: bool) -> None:
+    @rule(token=st.integers(0, 4), steps=st.integers(1, 40), encodes=st.booleans(), drafts=st.integers(0, 8))
+    def run(self, token: int, steps: int, encodes: bool, drafts: int) -> None:
+        self.guesses.token, self.guesses.right, self.guesses.wrong = token, *divmod(drafts, 3)
         for _ in range(steps if self.alive else 0):
             if encodes:
                 self.encode()
@@ -189,27 +194,28 @@ class Schedules(RuleBasedStateMachine):
 
     def step(self, token: int) -> None:
         scheduled = self.scheduler.schedule()
+        scheduled = self.drafting.extend(scheduled) if scheduled else scheduled
         waits = self.scheduler.next_work() is not None or not all(sequence.ready for sequence in self.alive)
         assert scheduled or waits, "a sequence waits, and nothing runs"
         step = step_of(self.scheduler, scheduled)
         self.forget(step.forgotten)
         for number in step.finished:
             self.tables.pop(number, None)  # it may end before its first step, which waits for its mask
-        assert sum(len(chunk.token_ids) for s, chunk in scheduled if len(chunk.token_ids) > 1) <= CHUNK
+        assert sum(len(chunk.token_ids) for s, chunk in scheduled if len(chunk.token_ids) > 1 + chunk.drafts) <= CHUNK
         written: set[int] = set()
         for sequence, chunk in scheduled:
             table = self.tables.setdefault(chunk.sequence, [])
             table += chunk.new_pages
             self.check_media(sequence, chunk)
-            self.write(sequence, chunk.start, chunk.token_ids, table, written)
+            self.write(sequence, chunk, table, written)
         if self.slots is not None:
             self.slots.step(scheduled, step)
         self.scheduler.publish(scheduled)
         for sequence, chunk in scheduled:
-            assert chunk.logits == (sequence.cached == len(sequence.tokens)) <= sequence.ready
+            assert chunk.logits - chunk.drafts == (sequence.cached == len(sequence.tokens)) <= sequence.ready
             if chunk.logits:
-                sequence.append(token)
-                if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens:
+                choose_always(token, self.scheduler, sequence, chunk)
+                if sequence.finish_reason is not None:
                     self.scheduler.remove(sequence)
                     self.alive.remove(sequence)
 
@@ -232,15 +238,15 @@ class Schedules(RuleBasedStateMachine):
             shifted = [i + chunk.shift for i in span]
             assert (chunk.positions[axis] if chunk.positions else shifted) == expected
 
-    def write(self, sequence: Sequence, start: int, token_ids: list[int], table: list[int], written: set[int]) -> None:
+    def write(self, sequence: Sequence, chunk: Chunk, table: list[int], written: set[int]) -> None:
         def slot(position: int) -> int:
             return table[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
 
-        keys = sequence.keys
-        assert token_ids == sequence.tokens[start : start + len(token_ids)] and token_ids
+        start, keys, count = chunk.start, keys_with_drafts(sequence, chunk), len(chunk.token_ids) - chunk.drafts
+        assert chunk.token_ids[:count] == sequence.tokens[start : start + count] and count
         for position in range(start):
             assert self.memory[slot(position)] == tuple(keys[: position + 1]), "another sequence's values"
-        for position in range(start, start + len(token_ids)):
+        for position in range(start, start + len(chunk.token_ids)):
             assert slot(position) not in written, "two sequences write the same slot in one step"
             written.add(slot(position))
             self.memory[slot(position)] = tuple(keys[: position + 1])

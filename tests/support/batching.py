@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from drafting import with_drafts
 
 from tilerank.kernels import core
 from tilerank.parallel.channel import Channel
@@ -209,6 +210,11 @@ def same_answers(
         forget(engine, pages=7)
         differ += [] if answers(engine, growing) == wanted else ["giving way"]
         differ += [] if engine.state().preemptions else ["no sequence was preempted"]
+        for pages in (worker.pages, 7):
+            forget(engine, pages=pages)
+            found = answers(with_drafts(engine, growing, wanted), growing)
+            differ += [] if found == wanted else [f"with drafts and {pages} pages"]
+        differ += [] if engine.state().preemptions else ["no sequence with drafts was preempted"]
         worker.stop()
         result[f"{rung} {dtype}"] = differ
     return result

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from batching import after_preemption, answers, forget, one_by_one
+from drafting import with_drafts
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -151,7 +152,8 @@ def exact(
     engine: Engine, wanted: dict[str, Tensor], new_tokens: int, chunk_rows: int, *, alone: bool, resumed: bool
 ) -> dict[str, Any]:
     """Return the largest error of a logit, relative to its row's largest, the largest of a log-probability while
-    decoding, the prompts whose greedy tokens differ, and, if `alone`, whether every prompt alone gives the bits of all.
+    decoding, the prompts whose greedy tokens differ, and, if `alone`, whether every prompt alone, and all
+    with drafts, give the bits of all.
 
     All prompts, of different lengths, are decoded as one batch. Their log-probabilities are compared with the logits of
     the reference, to check that decoding computes the same as scoring. So are, if `resumed`, those of answers that
@@ -163,6 +165,9 @@ def exact(
     batch = answers(engine, requests)
     forget(engine, chunk_rows=chunk_rows)
     same_bits = not alone or one_by_one(engine, requests) == batch
+    if alone:
+        forget(engine, chunk_rows=chunk_rows)
+        same_bits = same_bits and answers(with_drafts(engine, requests, batch), requests) == batch
     every = [batch]
     if resumed:
         hits = engine.state().hit_tokens

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from drafting import keys_with_drafts
 from hypothesis import settings
 
 from tests.runtime.test_scheduler import Schedules, new_sequence, path, step_of, tree
@@ -42,11 +43,12 @@ class Windows:
                 slot = self.slot(held, position)
                 assert slot not in written
                 written.add(slot)
-                self.memory[slot] = tuple(sequence.keys[: position + 1])
+                self.memory[slot] = tuple(keys_with_drafts(sequence, chunk)[: position + 1])
         for sequence, chunk in scheduled:
             held, stop = self.held[chunk.sequence], chunk.start + len(chunk.token_ids)
+            keys = keys_with_drafts(sequence, chunk)
             for position in range(max(chunk.start - self.window + 1, 0), stop):
-                assert self.memory[self.slot(held, position)] == tuple(sequence.keys[: position + 1])
+                assert self.memory[self.slot(held, position)] == tuple(keys[: position + 1])
         self.most = max(self.most, self.pool.pool.pinned)
 
     @staticmethod

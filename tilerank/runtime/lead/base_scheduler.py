@@ -62,6 +62,13 @@ class BaseScheduler(Generic[S]):
                 return False
         return True
 
+    def draft_room(self, sequence: S, drafts: int) -> int:
+        """Have room for drafts after the next token of a running sequence, without preempting any. Returns for how
+        many, at most `drafts`."""
+        for kind in self.kinds:
+            drafts = kind.draft_room(sequence, drafts)
+        return drafts
+
     def preempt(self) -> S:
         """Move the youngest running sequence to its place in the queue, and return it."""
         youngest = self.running[-1]

@@ -62,6 +62,11 @@ class CacheKind(Generic[S]):
         """Give a running sequence room for the next token. Returns False if there is none."""
         return True
 
+    def draft_room(self, sequence: S, drafts: int) -> int:
+        """Give a sequence whose next token is scheduled room for drafts of the tokens after it, as far as no other
+        sequence may need the room. Returns for how many there is room, at most `drafts`."""
+        return drafts
+
     def release(self, sequence: S, *, share: bool = True) -> None:
         """Take back what a sequence has. share: whether later sequences may use what it leaves."""
 

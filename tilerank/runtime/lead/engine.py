@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
-from ..protocol.events import EndedEvent, Event, FailedEvent, PooledEvent, ScoredEvent, SoundEvent, TokenEvent
+from ..protocol.events import Event, FailedEvent, PooledEvent, ScoredEvent, SoundEvent, TokenEvent
 from ..protocol.grammar import Vocabulary
-from ..protocol.params import Start
 from ..protocol.prompt import MM_CACHE_BYTES, Prompt
 from ..protocol.rank_messages import Count, Step
 from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK
@@ -26,6 +25,9 @@ from ..rank.worker import Worker
 from ..step.cache import num_pages
 from . import sampling
 from .cache_kinds import cache_kinds
+from .draft_counts import DraftCounts
+from .drafts import Drafting, DraftSource
+from .drawing import Draw, choose_next
 from .grammar_masks import GrammarMasks, collect_masks
 from .hidden_states import asked_layers, hidden_states
 from .logits_rules import LogitsRules, TextRules
@@ -54,7 +56,7 @@ class Engine:
     """Serves requests with the model of `worker`, which is rank 0's. The other ranks run `Worker.follow`.
 
     mm_cache_bytes: how many bytes of encoded media each rank keeps; requests whose media take more are refused.
-    max_running: requests that run at once. tokenizer_dir: as of Vocabulary.
+    max_running: requests that run at once. tokenizer_dir: as of Vocabulary. source: of drafts; None for none.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine:
         mm_cache_bytes: int = MM_CACHE_BYTES,
         max_running: int = MAX_RUNNING,
         tokenizer_dir: Path | None = None,
+        source: DraftSource | None = None,
     ) -> None:
         self.worker = worker
         self.card = worker.card
@@ -70,6 +73,7 @@ class Engine:
         self._whole_tokens = worker.encoder.whole_tokens if worker.encoder else 0
         chunk_rows = max(PREFILL_CHUNK, self._whole_tokens)
         self.scheduler = Scheduler(cache_kinds(worker, mm_cache_bytes), max_running, chunk_rows)
+        self.drafting = Drafting(source, self.scheduler, DraftCounts())
         self.speaking = SpeechScheduler(worker, read_speech_settings(self.card))
         self.encoding = MediaEncoding(worker)
         self._pooler = None if self.card.pooling is None else Pooler(worker, self.card.pooling)
@@ -113,6 +117,7 @@ class Engine:
         )
         for kind in scheduler.kinds:
             kind.report(state)
+        self.drafting.report(state)
         self.speaking.report(state)
         return state
 
@@ -141,6 +146,7 @@ class Engine:
         self.encoding.stop_if_unused()
         if not scheduled:  # all wait for the masks of their grammars, or for encodings
             return ended
+        scheduled = self.drafting.extend(scheduled)
         logits = self._lead(scheduled)
         self.scheduler.publish(scheduled)
         self._prompt_tokens += sum(
@@ -152,7 +158,9 @@ class Engine:
             ended.append(event or self._fail(sequence))
         if any(sequence.params.prompt_logprobs is not None for sequence, _ in scheduled):
             ended += self._score_prompts(scheduled, logits)
-        return ended + self._sample(scheduled, logits)
+        ended += self._sample(scheduled, logits)
+        self.drafting.learn(scheduled)
+        return ended
 
     def _step_speeches(self) -> list[Event]:
         events: list[Event] = [*self.speaking.step()]
@@ -281,24 +289,24 @@ class Engine:
                 events.append(self._fail(sequence))
                 continue
             self.cancel(sequence.request, share=pooler.pooling.task == "rerank")
-            events.append(PooledEvent(sequence.request, values.numpy().tobytes(), _start(sequence)))
+            events.append(PooledEvent(sequence.request, values.numpy().tobytes(), sequence.begin()))
         return events
 
     def _collect_grammar_masks(self) -> list[Event]:
-        """Collects finished masks, and ends the sequences whose grammar is complete or has failed."""
-        scheduler = self.scheduler
-        pending = [(s, m) for s in self._requests.values() if (m := s.grammar_mask) is not None and not m.ready]
-        waits_for_mask = [(s, m) for s, m in pending if s.is_running and not scheduler.computable(s)]
-        urgent = [m for s, m in waits_for_mask if scheduler.work(s) is None]
-        collect_masks([m for _, m in pending], urgent)
+        pending = [sequence for sequence in self._requests.values() if not sequence.ready]
+        waiting = [s for s in pending if s.is_running and not self.scheduler.computable(s)]
+        return self._collect(pending, [s for s in waiting if self.scheduler.work(s) is None])
+
+    def _collect(self, pending: list[Sequence], urgent: list[Sequence]) -> list[Event]:
+        """Collect the masks that are finished, those of `urgent` after a short wait, and end the sequences whose
+        grammar is complete or has failed."""
+        masks, urgent_masks = ([s.grammar_mask for s in some if s.grammar_mask] for some in (pending, urgent))
+        collect_masks(masks, urgent_masks)
         events: list[Event] = []
-        for sequence, mask in pending:
-            if mask.ready and mask.error is not None:
+        for sequence, mask in zip(pending, masks, strict=True):
+            if (end := mask.end_of(sequence.request)) is not None:
                 self.cancel(sequence.request)
-                events.append(FailedEvent(sequence.request, mask.error))
-            elif mask.ready and mask.complete:
-                self.cancel(sequence.request)
-                events.append(EndedEvent(sequence.request))
+                events.append(end)
         return events
 
     def _score_prompts(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
@@ -315,63 +323,68 @@ class Engine:
                     events.append(self._fail(sequence))
                     continue
                 logprobs = sampling.score(values, following, count)
-                events.append(ScoredEvent(sequence.request, logprobs, start=_start(sequence)))
+                events.append(ScoredEvent(sequence.request, logprobs, start=sequence.begin()))
                 sequence.scored = first + len(following) - 1
         return events
 
     def _sample(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
-        """Return the next token of every sequence whose tokens are all computed."""
-        ready: list[Sequence] = []
-        rows_of_ready: list[int] = []
-        scored: list[Sequence] = []  # that get no token
-        stop = 0
-        for sequence, chunk in scheduled:
-            stop += chunk.logits
-            if sequence.is_running and not sequence.uncached:
-                if sequence.params.max_new_tokens:
-                    ready.append(sequence)
-                    rows_of_ready.append(stop - 1)
-                else:
-                    scored.append(sequence)
-        if len(ready) < logits.shape[0]:
-            logits = logits[rows_of_ready]
-        rows = [sampling.Row(s.params, s.tokens, s.rules, s.allowed) for s in ready]
-        chosen = sampling.choose(logits, rows, self.worker.argmax) if rows else []
-        now = time.monotonic()
-        self._generated_tokens += len(chosen)
+        """Return the next tokens of every sequence whose tokens are all computed."""
         events: list[Event] = []
-        for sequence in scored:
-            self.cancel(sequence.request)
-            events.append(ScoredEvent(sequence.request, [], "length", _start(sequence)))
-        return [*events, *(self._take(sequence, choice, now) for sequence, choice in zip(ready, chosen, strict=True))]
+        draws: list[Draw] = []
+        for (sequence, chunk), rows in zip(scheduled, rows_of(scheduled), strict=True):
+            if not sequence.is_running or sequence.uncached:
+                continue
+            if sequence.params.max_new_tokens:
+                draws.append(Draw(sequence, chunk, rows))
+            else:
+                self.cancel(sequence.request)
+                events.append(ScoredEvent(sequence.request, [], "length", sequence.begin()))
+        while draws:
+            chosen = choose_next(draws, logits, self.worker.argmax)
+            now = time.monotonic()
+            for draw, choices in zip(draws, chosen, strict=True):
+                for choice in choices:
+                    if draw.is_open:
+                        events.append(self._take(draw, choice, now))
+            draws = [draw for draw in draws if draw.is_open]
+            late = [draw.sequence for draw in draws if not draw.sequence.ready]
+            events += self._collect(late, late)
+            draws = [draw for draw in draws if draw.sequence.is_running and draw.sequence.ready]
+        return events
 
-    def _take(self, sequence: Sequence, choice: SampledToken | None, now: float) -> TokenEvent | FailedEvent:
+    def _take(self, draw: Draw, choice: SampledToken | None, now: float) -> TokenEvent | FailedEvent:
+        """Append a token to a sequence, and end the sequence if it is the last one."""
+        sequence = draw.sequence
         if choice is None:
+            draw.is_open = False
             return self._fail(sequence)
-        sequence.append(choice.token_id)
-        reason = self._finish_reason(sequence)
-        if reason is not None and sequence.talker is not None:
-            self.scheduler.remove(self._requests.pop(sequence.request))
-            self.speaking.end_text(sequence.request)
-        elif reason is not None:
-            self.cancel(sequence.request)
+        self._generated_tokens += 1
+        was_drafted = draw.take(choice.token_id)
+        if draw.chunk.drafts:
+            self.scheduler.publish([(sequence, draw.chunk)])
+        reason = sequence.finish_reason
+        if reason is not None:
+            draw.is_open = False
+            self._finish(sequence)
         elif sequence.grammar_mask is not None:
             sequence.grammar_mask.advance(choice.token_id)
-        return TokenEvent(sequence.request, choice.token_id, now, reason, choice.logprobs, _start(sequence))
+        rejected = 0 if draw.is_open else draw.chunk.drafts - draw.accepted
+        return TokenEvent(
+            sequence.request, choice.token_id, now, reason, choice.logprobs, sequence.begin(), was_drafted, rejected
+        )
+
+    def _finish(self, sequence: Sequence) -> None:
+        """End a text that is complete. If it is spoken, its speech goes on."""
+        if sequence.talker is None:
+            self.cancel(sequence.request)
+        else:
+            self.scheduler.remove(self._requests.pop(sequence.request))
+            self.speaking.end_text(sequence.request)
 
     def _fail(self, sequence: Sequence) -> FailedEvent:
         """End a sequence whose logits are NaN or infinite. Its pages, which may hold such values, are not shared."""
         self.cancel(sequence.request, share=False)
-        return FailedEvent(
-            sequence.request,
-            f"the model computes NaN or infinity for some of the {len(sequence.tokens)} tokens of this text: it "
-            "overflows in this precision, or its weights are damaged",
-        )
-
-    def _finish_reason(self, sequence: Sequence) -> str | None:
-        if sequence.tokens[-1] in sequence.rules.of_request.ends:
-            return "stop"
-        return "length" if len(sequence.tokens) - sequence.prompt_len >= sequence.params.max_new_tokens else None
+        return FailedEvent(sequence.request, sequence.overflow)
 
     def _lead(self, scheduled: Scheduled) -> Tensor:
         """Announce a step and compute it. Returns its logits."""
@@ -383,11 +396,3 @@ class Engine:
         step.hidden_layers.extend(asked_layers(scheduled, self.worker.layers))
         self.worker.announce(step)
         return self.worker.run(step)
-
-
-def _start(sequence: Sequence) -> Start | None:
-    """Return how a sequence began, once: for its first event."""
-    if sequence.has_begun or sequence.admitted_s is None:
-        return None
-    sequence.has_begun = True
-    return Start(sequence.hits, time.monotonic() - sequence.admitted_s)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..protocol.errors import RequestError
+from ..protocol.events import EndedEvent, FailedEvent
 from ..protocol.grammar import Vocabulary, allowed_tokens
 from .logits_rules import Bits
 
@@ -70,6 +71,12 @@ class GrammarMask:
     @property
     def allowed(self) -> Bits | None:
         return self._state.result().allowed
+
+    def end_of(self, request: int) -> EndedEvent | FailedEvent | None:
+        """Return how the mask ends a request; None if it does not, or is not ready."""
+        if self.ready and self.error is not None:
+            return FailedEvent(request, self.error)
+        return EndedEvent(request) if self.ready and self.complete else None
 
     def advance(self, token_id: int) -> None:
         """Append a token to the sequence and start computing the next mask."""

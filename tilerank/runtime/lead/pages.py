@@ -128,6 +128,13 @@ class PagePool(CacheKind[PagedSequence]):
         self._extend(sequence, sequence.cached + 1)
         return True
 
+    def draft_room(self, sequence: PagedSequence, drafts: int) -> int:
+        """Take pages as long as one is left for each running sequence."""
+        numbers = self.tables[sequence].numbers
+        while len(numbers) < num_pages(sequence.cached + drafts) and self.free > len(self.tables):
+            numbers.append(self._allocate())
+        return min(drafts, len(numbers) * PAGE_TOKENS - sequence.cached)
+
     def release(self, sequence: PagedSequence, *, share: bool = True) -> None:
         """Release the pages of a sequence. Those in the tree stay there until they are evicted, or without `share` as
         long as other sequences use them."""

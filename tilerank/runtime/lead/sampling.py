@@ -30,12 +30,14 @@ class Row:
     """A sequence to sample a token for: its parameters, its tokens, and what changes its logits.
 
     allowed: bits of the tokens that its grammar allows next (logits_rules.py); None if it has no grammar.
+    ahead: how many tokens come between `tokens` and this one. Only rows without changed logits may have any.
     """
 
     params: SamplingParams
     tokens: Sequence[int]
     rules: TextRules
     allowed: Bits | None = None
+    ahead: int = 0
 
     @property
     def changes_logits(self) -> bool:
@@ -89,7 +91,7 @@ def _sample_numbers(logits: Tensor, rows: Sequence[Row], argmax: Callable[[Tenso
         torch.tensor([p.top_k for p in params], dtype=torch.int32),
         torch.tensor([p.top_p for p in params], dtype=torch.float32),
         torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        torch.tensor([uniform(row.params.seed, len(row.tokens)) for row in rows], dtype=torch.float32),
+        torch.tensor([uniform(row.params.seed, len(row.tokens) + row.ahead) for row in rows], dtype=torch.float32),
     )
     return [None if token_id < 0 else token_id for token_id in found.tolist()]
 

@@ -1,8 +1,10 @@
 """A text sequence: the tokens of one request while it waits and runs, and the chunks of them that the ranks compute."""
 
+import time
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from ..protocol.params import Start
 from ..protocol.prompt import Prompt
 from ..protocol.rank_messages import Chunk
 from .grammar_masks import GrammarMask
@@ -70,6 +72,13 @@ class Sequence:
         self.tokens.append(token_id)
         self.keys.append(self.prompt.key_of_generated(token_id))
 
+    def begin(self) -> Start | None:
+        """Return how the request began, once: for its first event."""
+        if self.has_begun or self.admitted_s is None:
+            return None
+        self.has_begun = True
+        return Start(self.hits, time.monotonic() - self.admitted_s)
+
     @property
     def length(self) -> int:
         return len(self.tokens)
@@ -121,6 +130,30 @@ class Sequence:
             # The talker needs the hidden states of media, which the cache does not have.
             return self.keys[: self.prompt.placeholder_ranges[0].start + 1]
         return self.keys[: self.scored + 1] if self.scoring else self.keys
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last token ends the text; None if it does not."""
+        if self.tokens[-1] in self.rules.of_request.ends:
+            return "stop"
+        return "length" if len(self.tokens) - self.prompt_len >= self.params.max_new_tokens else None
+
+    @property
+    def overflow(self) -> str:
+        """Why it ends if its logits are NaN or infinite."""
+        return (
+            f"the model computes NaN or infinity for some of the {len(self.tokens)} tokens of this text: it "
+            "overflows in this precision, or its weights are damaged"
+        )
+
+    @property
+    def max_drafts(self) -> int:
+        """How many tokens may be drafted after the next one: none before the first token is generated, nor in a text
+        that is spoken or whose hidden states are asked for."""
+        generated = len(self.tokens) - self.prompt_len
+        if not generated or self.talker is not None or self.all_logits:
+            return 0
+        return max(self.params.max_new_tokens - generated - 1, 0)
 
     @property
     def max_cached(self) -> int:

@@ -93,6 +93,10 @@ class StatePool(CacheKind[Sequence]):
         ends = {full_blocks(states.known), full_blocks(sequence.prompt_len - OPENING_TOKENS)}
         sequence.snapshots_at = {at for at in sequence.snapshots_at | ends if at > sequence.cached}
 
+    def draft_room(self, sequence: Sequence, drafts: int) -> int:
+        """Return 0: states cannot be cut back to the accepted tokens."""
+        return 0
+
     def release(self, sequence: Sequence, *, share: bool = True) -> None:
         states = self._states.pop(sequence)
         if states.slot is not None:

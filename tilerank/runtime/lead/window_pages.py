@@ -104,6 +104,10 @@ class WindowPages(CacheKind[Sequence]):
             self._reserved += more
         return True
 
+    def draft_room(self, sequence: Sequence, drafts: int) -> int:
+        """Return up to the end of the page that the next token is in, the last one of the quota."""
+        return min(drafts, -sequence.cached % PAGE_TOKENS)
+
     def release(self, sequence: Sequence, *, share: bool = True) -> None:
         window = self._windows.pop(sequence)
         self._reserved -= window.quota

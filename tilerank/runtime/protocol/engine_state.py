@@ -24,6 +24,9 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
 
     speaking: requests that speak or wait for it. speech_frames, speech_samples: totals since the start. talker_pages,
     talker_pages_used: pages of the talker's cache, 0 for models that do not speak, and how many of them are in use.
+
+    drafted_tokens, accepted_tokens: totals since the start of the tokens that were drafted and checked, and of those
+    that were right.
     """
 
     context_length: int
@@ -52,6 +55,8 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     kv_dir_written: int = 0
     kv_dir_read: int = 0
     kv_dir_refused: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __add__(self, other: "EngineState") -> "EngineState":
         """Return the state of two engines taken as one: sums, and the shorter context length."""

@@ -10,6 +10,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
     The last one has a finish_reason: "length", or "stop" for an end-of-sequence or stop token, which is not part of the
     text. time_s: when its step was done, on the clock of `time.monotonic`. start: of the first event of a request.
+    accepted: whether it was drafted. rejected: how many drafts after it turned out to be wrong.
     """
 
     request: int
@@ -18,6 +19,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, tag=0):
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
     start: Start | None = None
+    accepted: bool = False
+    rejected: int = 0
 
 
 class ScoredEvent(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -41,6 +41,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     new_pages: appended to the page table of the sequence. logits: of how many of the last tokens logits are computed.
     positions: three axes of as many numbers as there are tokens; if empty, the token at index i has position i +
     `shift` on every axis. placeholder_ranges: ascending; encodings take the place of these rows.
+
+    drafts: so many of the last tokens are drafts of tokens that may follow the first. Every token of such a chunk is
+    computed as in a decode step (step/draft_rows.py).
     """
 
     sequence: int
@@ -51,6 +54,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     positions: list[list[int]] = []
     shift: int = 0
     placeholder_ranges: list[PlaceholderRange] = []
+    drafts: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):

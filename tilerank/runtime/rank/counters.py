@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class RankCounters(msgspec.Struct, frozen=True, array_like=True):
     """Totals since the start of a rank.
 
-    A step in which every sequence computes one token is a decode step; any other one is a prefill step. prefill_s,
-    decode_s: seconds in steps. decode_bytes: bytes that decode steps have to read. waited_s: seconds that collectives
-    waited for other ranks, in steps of both kinds. encode_s: seconds in encoding media.
+    A step in which every sequence computes one token, or one and its drafts, is a decode step; any other one is a
+    prefill step. prefill_s, decode_s: seconds in steps. decode_bytes: bytes that decode steps have to read. waited_s:
+    seconds that collectives waited for other ranks, in steps of both kinds. encode_s: seconds in encoding media.
     """
 
     prefill_s: float = 0.0
@@ -41,14 +41,15 @@ class StepCounter:
     def count(self, step: Step, seconds: float, waited_s: float) -> None:
         """Add a step that took `seconds`, of which collectives waited `waited_s` for other ranks."""
         self._waited_s += waited_s
-        tokens = 0
+        tokens = drafts = 0
         for chunk in step.chunks:
-            if len(chunk.token_ids) != 1:
+            if len(chunk.token_ids) != 1 + chunk.drafts:
                 self._prefill_s += seconds
                 return
-            tokens += chunk.start + 1
+            tokens += chunk.start + len(chunk.token_ids)
+            drafts += chunk.drafts
         self._decode_s += seconds
-        self._decode_bytes += self._bytes.decode(len(step.chunks), tokens)
+        self._decode_bytes += self._bytes.decode(len(step.chunks), tokens, drafts)
 
     def count_encode(self, seconds: float) -> None:
         """Add pieces of an encode that took `seconds`."""

@@ -50,6 +50,7 @@ from ..step.cache import (
     num_pages,
     window_of,
 )
+from ..step.draft_rows import separate_drafts
 from ..step.model import Encoder
 from ..step.rank_encodings import RankEncodings
 from ..step.step_graphs import StepGraphs
@@ -274,7 +275,7 @@ class Worker:
         for source, target in step.state_copies:
             for states in self._states:
                 states.copy(source, target)
-        logits = self._forward(step)
+        logits = self._forward(separate_drafts(step))
         for seen in step.sources:
             self._held[seen.sequence].source.visible = seen.rows[-1][1:]
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)

@@ -26,10 +26,10 @@ class BytesPerStep:
     windowed: int = 0
     window: int = 0
 
-    def decode(self, sequences: int, tokens: int) -> float:
+    def decode(self, sequences: int, tokens: int, drafts: int = 0) -> float:
         """Return the expected bytes of a step of `sequences` sequences that hold `tokens` tokens together, the new ones
-        included."""
-        experts = sum(part.chosen_by(sequences) for part in self.experts)
+        and `drafts` drafted ones included."""
+        experts = sum(part.chosen_by(sequences + drafts) for part in self.experts)
         cached = self.cached * tokens + self.windowed * min(tokens, sequences * self.window)
         return self.weights + experts + cached + 2 * self.state * sequences
 
