@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 from conformance import row_errors
+from drafting import AllDrafts
 from safetensors.torch import load_file
 
+from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.join import Team
+from tilerank.runtime.lead.drafts import Drafting
 from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.ngrams import NgramDrafts
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.rank_config import RankConfig
@@ -28,9 +32,7 @@ def answer(team: Team, *, model: str, wanted: str, new_tokens: int) -> dict[str,
         for i, ids in enumerate(token_ids)
     ]
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    answers: list[list[int]] = [[] for _ in token_ids]
-    for event in engine.generate([Request(Prompt(ids[:-new_tokens]), params) for ids in token_ids]):
-        answers[event.request].append(event.token_id)
+    answers = texts(engine, [Request(Prompt(ids[:-new_tokens]), params) for ids in token_ids])
     worker.stop()
     wrong = [i for i, answer in enumerate(answers) if answer != token_ids[i][-new_tokens:]]
     return {"logit_error": float(torch.cat(errors).max()), "wrong_tokens": wrong, "prompts": len(answers)}
@@ -49,3 +51,33 @@ def perplexity(team: Team, *, model: str, windows: list[list[int]]) -> float | N
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none"))
     worker.stop()
     return float(torch.cat(losses).double().mean().exp())
+
+
+def drafts(team: Team, *, model: str, prompts: list[list[int]], new_tokens: int) -> dict[str, tuple[bool, int]]:
+    """Return, on rank 0 and for each format, whether greedy and sampled texts with drafts of n-grams are those without,
+    and how many drafts were right."""
+    found = {}
+    for codes in (None, "int8", "int4"):
+        quantization = None if codes is None else Quantization(codes)
+        config = RankConfig(dtype=torch.bfloat16, quantization=quantization, max_total_tokens=8192)
+        worker = Worker(Path(model), team, config)
+        if team.group.rank:
+            worker.follow()
+            continue
+        engine = Engine(worker)
+        some = [
+            Request(Prompt(ids), SamplingParams(max_new_tokens=new_tokens, temperature=0.7 * (i % 2), seed=i))
+            for i, ids in enumerate(prompts)
+        ]
+        plain = texts(engine, some)
+        engine.drafting = Drafting(NgramDrafts(), engine.scheduler, AllDrafts())
+        found[codes or "bfloat16"] = texts(engine, some) == plain, engine.drafting.accepted
+        worker.stop()
+    return found
+
+
+def texts(engine: Engine, some: list[Request]) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in some]
+    for event in engine.generate(some):
+        answers[event.request].append(event.token_id)
+    return answers

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from tests.real_weights.models import WINDOW, Model, wanted
 from tilerank.launch.bench.scoring.text import DEFAULT_TEXT, read_text
 from tilerank.loader.card import read_card
+from tilerank.launch.bench.tasks.requests import TASKS, requests
+from tilerank.loader.tokenizer import Tokenizer
 
 NEW_TOKENS = 12
 SUBJECTS = ("a lighthouse", "the first snow", "a broken clock", "two rivers", "an old map", "the night train")
@@ -105,3 +107,17 @@ def test_perplexity_of_a_file_is_that_of_its_values(
     found = run_ranks(tp, "tests.real_weights.rank_jobs:perplexity", kwargs=job, timeout=1200)[0]
     print(f"{name}, TP {tp}: perplexity {found:.4f}, of the fp32 forward {text.perplexity:.4f}")
     assert found == pytest.approx(text.perplexity, rel=1e-3)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 6])
+def test_drafts_change_no_text(model_of: Callable[[str], Model], tp: int) -> None:
+    """In bf16, int8 and int4; answers that quote their prompts and answers that do not."""
+    model = model_of("smollm2")
+    tokenizer = Tokenizer(model.directory)
+    asked = [requests(task, 2)[i] for task in TASKS for i in range(2)]
+    prompts = [tokenizer.encode(text) for text in asked]
+    job = {"model": str(model.directory), "prompts": prompts, "new_tokens": 64}
+    found = run_ranks(tp, "tests.real_weights.rank_jobs:drafts", kwargs=job, timeout=1200)[0]
+    print(f"TP {tp}: right drafts {found}")
+    assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(("bfloat16", "int8", "int4"), True)
+    assert all(accepted > 0 for _, accepted in found.values())

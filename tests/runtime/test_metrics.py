@@ -77,6 +77,12 @@ def test_models_with_states_report_their_slots() -> None:
     assert found["tilerank_state_slots_usage_perc"] == 3 / 12
 
 
+def test_drafts_are_counted() -> None:
+    found = samples(client_that_heard(RANKS, STATE, replace(STATE, drafted_tokens=30, accepted_tokens=12)))
+    counts = [found[f"tilerank_spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted")]
+    assert counts == [30, 12]
+
+
 def test_models_with_cross_attention_report_the_pages_of_sources() -> None:
     assert not [name for name in samples(client_that_heard(RANKS, STATE)) if "source_" in name]
     client = client_that_heard(RANKS, replace(STATE, source_pages=40, source_pages_used=10))

@@ -87,6 +87,7 @@ class Server:
         self.submits: list[Submit] = []
         self.values: Callable[[list[int]], bytes] = lambda ids: b""
         self.cancelled: list[int] = []
+        self.drafted: tuple[bool, int] = (False, 0)  # whether tokens were drafted, and wrong drafts after each
 
     def resume(self) -> None:
         """Send the rest of the answer. May be called in any thread."""
@@ -143,7 +144,9 @@ class Server:
                     outgoing.close()
                     return
             last = self.finish_reason == "length" and i == len(ids) - 1
-            outgoing.write(encode(Events([TokenEvent(number, id, 0.0, "length" if last else None, self.logprobs(id))])))
+            reason = "length" if last else None
+            token = TokenEvent(number, id, 0.0, reason, self.logprobs(id), None, *self.drafted)
+            outgoing.write(encode(Events([token])))
             if sounds:
                 outgoing.write(encode(Events([sounds.pop(0)])))
         if self.finish_reason == "stop":

@@ -339,3 +339,14 @@ def test_tools_are_refused_where_a_template_prints_neither_them_nor_a_system_pro
             assert "prints neither tools nor a system prompt" in answer.json()["error"]["message"]
 
     run(model, PLAIN.replace("messages", "messages if m.role == 'user'"), ask)
+
+
+def test_usage_counts_drafts(model: Path) -> None:
+    async def ask(server: Server) -> None:
+        assert (await server.ask("four five")).usage.completion_tokens_details is None
+        server.drafted = (True, 2)
+        details = (await server.ask("four five")).usage.completion_tokens_details
+        tokens = server.count("four five")
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (tokens, 2 * tokens)
+
+    run(model, QWEN_3, ask)

@@ -18,6 +18,7 @@ BENCHES = {
     "kernels": "every kernel as a share of the machine's peaks, and its speedup over torch",
     "comm": "all-reduce and all-gather, in shared memory and over gloo, for two and more ranks",
     "model": "prefill and decode of a model as shares of the machine's limit",
+    "speculative": "tokens a second with drafts against plain decoding, on requests that repeat their prompts",
     "media": "a picture or sound from its file to the first token, and the parts of its tower as shares of the limit",
     "speech": "codes of speech to samples, as a share of the limit and of real time",
     "speaking": "answers that are spoken at once, as seconds of sound made in a second",

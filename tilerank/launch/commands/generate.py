@@ -141,13 +141,15 @@ class GenerateJob:
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core
+        from tilerank.runtime.lead.draft_sources import draft_source
         from tilerank.runtime.lead.engine import Engine, Request
 
         several = len(self._prompts) > 1
         printer: Printer = TextPrinter(streamed=not several)
         if self._args.json:
             printer = JsonPrinter(bool(self._args.logprobs))
-        engine = Engine(worker, self._options.mm_cache_bytes)
+        source = draft_source(self._args.speculative, worker)
+        engine = Engine(worker, self._options.mm_cache_bytes, source=source)
         with prompts_bar(len(self._prompts)) as progress:
             answers = Answers(self._tokenizer, printer, progress, several)
             for index, prompt in enumerate(self._prompts):

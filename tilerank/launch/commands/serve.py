@@ -139,10 +139,14 @@ class ServeJob(engine.EngineJob):
         return worker
 
     def lead(self, worker: Worker, size: int, placement: Placement) -> None:
+        from tilerank.runtime.lead.draft_sources import draft_source
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        engine = Engine(worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer)
+        source = draft_source(self._args.speculative, worker)
+        engine = Engine(
+            worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer, source
+        )
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)

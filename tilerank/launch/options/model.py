@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
@@ -20,6 +20,7 @@ from tilerank.loader.quantization_config import (
 from tilerank.runtime.media.family import FamilyOptions
 from tilerank.runtime.media.registry import all_options, with_options
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES
+from tilerank.runtime.protocol.speculative import Speculative
 
 from ..errors import LaunchError
 from .arguments import real_number, whole_number
@@ -159,6 +160,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_format_arguments(model, "auto: the checkpoint's")
     add_cut_arguments(model, "heads that do not divide: padded, split unevenly, or whichever reads fewer bytes")
     _add_cache_arguments(model)
+    model.add_argument(
+        "--speculative",
+        choices=get_args(Speculative),
+        default="off",
+        help="draft tokens that are then checked together, which changes no text: ngram: those that followed the same "
+        "tokens before; auto: from every source that there is for the model (default: off)",
+    )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

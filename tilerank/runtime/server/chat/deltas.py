@@ -17,12 +17,15 @@ BYTES_OF_FRAME = 1920 * 2
 
 @dataclass
 class Usage:
-    """The tokens of a request so far. cached_tokens: of its prompts; None if the engine does not report them."""
+    """The tokens of a request so far. cached_tokens: of its prompts; None if the engine does not report them.
+    accepted_tokens: of the text, which were drafted. rejected_tokens: drafts that were wrong."""
 
     prompt_tokens: int
     cached_tokens: int | None = None
     text_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
     sound_bytes: dict[int, int] = field(default_factory=dict)  # of the speech of each choice
 
     @property
@@ -137,6 +140,8 @@ class ChoiceDeltas:
     def _take_token(self, event: TokenEvent) -> Delta | None:
         body, reason, reader, part = self._body, event.finish_reason, self._reader, Part()
         self._usage.text_tokens += 1
+        self._usage.accepted_tokens += event.accepted
+        self._usage.rejected_tokens += event.rejected
         self._ids.append(event.token_id)
         if reason != "stop" or body.echoes:  # clients that want an echo count the tokens
             self._pending.append(event)

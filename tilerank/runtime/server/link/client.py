@@ -64,6 +64,7 @@ class Totals:
         self.preemptions = self.prompt_tokens = self.generated_tokens = self.queried_tokens = self.hit_tokens = 0
         self.speech_frames = self.speech_samples = 0
         self.kv_dir_written = self.kv_dir_read = self.kv_dir_refused = 0
+        self.drafted_tokens = self.accepted_tokens = 0
 
     def add(self, before: EngineState, now: EngineState) -> None:
         """Add what one engine has done between two of its states."""
@@ -77,6 +78,8 @@ class Totals:
         self.kv_dir_written += now.kv_dir_written - before.kv_dir_written
         self.kv_dir_read += now.kv_dir_read - before.kv_dir_read
         self.kv_dir_refused += now.kv_dir_refused - before.kv_dir_refused
+        self.drafted_tokens += now.drafted_tokens - before.drafted_tokens
+        self.accepted_tokens += now.accepted_tokens - before.accepted_tokens
 
 
 class EngineConnection:

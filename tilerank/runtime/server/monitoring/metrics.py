@@ -193,6 +193,8 @@ class _EngineCollector(Collector):
         yield _counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache", totals.queried_tokens)
         yield _counter("prefix_cache_hits", "Prompt tokens that were found there", totals.hit_tokens)
         yield _counter("num_preemptions", "Times that a request gave its pages to an older one", totals.preemptions)
+        yield _counter("spec_decode_num_draft_tokens", "Drafted tokens that were checked", totals.drafted_tokens)
+        yield _counter("spec_decode_num_accepted_tokens", "Drafted tokens that were right", totals.accepted_tokens)
         if self._speaks:
             yield _counter("speech_frames", "Frames of speech computed, of 80 ms each", totals.speech_frames)
             yield _counter("speech_seconds", "Seconds of speech sent", totals.speech_samples / SAMPLE_RATE)

@@ -75,6 +75,8 @@ class LoggedRequest:
             "status": self.status,
             "prompt_tokens": sum(answer.usage.prompt_tokens for answer in self.answers),
             "completion_tokens": sum(answer.usage.completion_tokens for answer in self.answers),
+            "accepted_tokens": sum(answer.usage.accepted_tokens for answer in self.answers),
+            "rejected_tokens": sum(answer.usage.rejected_tokens for answer in self.answers),
             "first_s": None if first_s is None else round(first_s, 6),
             "took_s": round(self.took_s, 6),
             "end": self.end,

@@ -111,7 +111,12 @@ def usage_json(usage: Usage) -> Json:
     }
     if usage.cached_tokens is not None:
         counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
-    details = {"reasoning_tokens": usage.reasoning_tokens, "audio_tokens": usage.audio_tokens}
+    details = {
+        "reasoning_tokens": usage.reasoning_tokens,
+        "audio_tokens": usage.audio_tokens,
+        "accepted_prediction_tokens": usage.accepted_tokens,
+        "rejected_prediction_tokens": usage.rejected_tokens,
+    }
     if any(details.values()):
         counts["completion_tokens_details"] = {name: count for name, count in details.items() if count}
     return counts
