@@ -1,5 +1,6 @@
 """The delta rule on every rung, against the recurrence token by token in float64."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -11,8 +12,12 @@ from torch import Tensor
 from tilerank.kernels import core, delta
 from tilerank.kernels.errors import KernelError
 from tilerank.kernels.graph import Graph
+from tilerank.kernels.state_slots import StateSlots
 
 pytestmark = pytest.mark.usefixtures("rung")
+
+DRAFTS = 7
+NONE: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,12 @@ class Sizes:
 
 
 class Sequences:
-    """Random tokens of sequences, the states of their slots, which begin as NaN, and the rule on parts of them."""
+    """Random tokens of sequences, the states of their slots, which begin as NaN, and the rule on parts of them.
+
+    A part (i, start, stop) is rows start..stop of sequence i. Parts of one row of a sequence that follow each other are
+    its next row and drafts. kept: of the drafts in the slot of a sequence. wrong: parts that draft other tokens than
+    those of the sequence, with inputs of NaN.
+    """
 
     def __init__(self, sizes: Sizes, lengths: list[int], dtype: torch.dtype, seed: int = 0) -> None:
         self.sizes, self.lengths, self.dtype = sizes, lengths, dtype
@@ -40,31 +50,51 @@ class Sequences:
         self.b = [randn(n, heads, dtype=dtype, seed=seed + 200 + i) for i, n in enumerate(lengths)]
         self.a_log, self.dt_bias = randn(heads, seed=seed + 300) - 1, randn(heads, seed=seed + 301)
         self.slots = torch.randperm(len(lengths) + 1, generator=torch.Generator().manual_seed(seed))[:-1].int()
-        self.state = torch.full((len(lengths) + 1, heads, sizes.dk, sizes.dv), float("nan"))
+        self.states = StateSlots.empty(len(lengths) + 1, 1, sizes.qkv, heads, sizes.dk, sizes.dv, dtype, DRAFTS)
+        for tensor in (self.states.state, self.states.drafts, self.states.draft_gates):
+            tensor.fill_(float("nan"))
 
-    def run(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Compute rows start..stop of sequence i for every part (i, start, stop), in one call."""
-        qkv, a, b = (
-            torch.cat([rows[i][start:stop] for i, start, stop in parts]) for rows in (self.qkv, self.a, self.b)
-        )
+    @property
+    def state(self) -> Tensor:
+        return self.states.state
+
+    def run(
+        self, parts: list[tuple[int, int, int]], kept: Mapping[int, int] = NONE, wrong: Collection[int] = ()
+    ) -> list[Tensor]:
+        """Compute parts in one call of `delta_rule`."""
+        qkv, a, b = self.rows(parts, wrong)
         g, beta = delta.delta_gating(a, b, self.a_log, self.dt_bias)
-        out = delta.delta_rule(qkv, g, beta, self.state, *self.batch(parts), self.sizes.key_heads)
+        out = delta.delta_rule(qkv, g, beta, self.states, *self.batch(parts, kept), self.sizes.key_heads)
         assert out.dtype == self.dtype
         return list(torch.split(out, [stop - start for _, start, stop in parts]))
 
-    def step(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
+    def step(
+        self, parts: list[tuple[int, int, int]], kept: Mapping[int, int] = NONE, wrong: Collection[int] = ()
+    ) -> list[Tensor]:
         """The same with `delta_step`, for parts of one row."""
-        qkv, a, b = (
-            torch.cat([rows[i][start:stop] for i, start, stop in parts]) for rows in (self.qkv, self.a, self.b)
-        )
-        slots, _, lengths = self.batch(parts)
-        out = delta.delta_step(qkv, a, b, self.a_log, self.dt_bias, self.state, slots, lengths, self.sizes.key_heads)
+        slots, kept_drafts, _, lengths = self.batch(parts, kept)
+        qkv, a, b = self.rows(parts, wrong)
+        gates = (self.a_log, self.dt_bias)
+        out = delta.delta_step(qkv, a, b, *gates, self.states, slots, kept_drafts, lengths, self.sizes.key_heads)
         return list(torch.split(out, 1))
 
-    def batch(self, parts: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return slots, query_starts and seq_lens."""
-        starts = torch.tensor([0, *accumulate(stop - start for _, start, stop in parts)], dtype=torch.int32)
-        return self.slots[[i for i, _, _ in parts]], starts, torch.tensor([n for _, _, n in parts], dtype=torch.int32)
+    def rows(self, parts: list[tuple[int, int, int]], wrong: Collection[int] = ()) -> list[Tensor]:
+        """Return qkv, a and b."""
+        inputs = (self.qkv, self.a, self.b)
+        found = [[each[i][start:stop] for i, start, stop in parts] for each in inputs]
+        for tensors in found:
+            for number in wrong:
+                tensors[number] = torch.full_like(tensors[number], float("nan"))
+        return [torch.cat(tensors) for tensors in found]
+
+    def batch(
+        self, parts: list[tuple[int, int, int]], kept: Mapping[int, int] = NONE
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return slots, kept, query_starts and seq_lens."""
+        starts = [0, *accumulate(stop - start for _, start, stop in parts)]
+        lists = ([kept.get(i, 0) for i, _, _ in parts], starts, [stop for _, _, stop in parts])
+        drafts, query_starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in lists)
+        return self.slots[[i for i, _, _ in parts]], drafts, query_starts, lengths
 
     def exact(self, i: int, first: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs of sequence i, the state behind it [value_heads, dk, dv], and the sum of the magnitudes
@@ -139,11 +169,11 @@ def test_rule_continues_from_any_state() -> None:
     sequences = Sequences(Sizes(2, 6, 48, 32), [70, 1], torch.float32)
     first = torch.randn(2, 6, 48, 32, generator=torch.Generator().manual_seed(1))
     sequences.state[sequences.slots[:2].long()] = first
-    slots, starts, _ = sequences.batch([(0, 0, 70), (1, 0, 1)])
-    qkv, a, b = (torch.cat(rows) for rows in (sequences.qkv, sequences.a, sequences.b))
+    slots, kept, starts, _ = sequences.batch([(0, 0, 70), (1, 0, 1)])
+    qkv, a, b = sequences.rows([(0, 0, 70), (1, 0, 1)])
     g, beta = delta.delta_gating(a, b, sequences.a_log, sequences.dt_bias)
     lengths = torch.tensor([1000, 2], dtype=torch.int32)
-    found = torch.split(delta.delta_rule(qkv, g, beta, sequences.state, slots, starts, lengths, 2), [70, 1])
+    found = torch.split(delta.delta_rule(qkv, g, beta, sequences.states, slots, kept, starts, lengths, 2), [70, 1])
     for i in range(2):
         assert_exact(sequences, i, found[i], first[i])
 
@@ -209,9 +239,9 @@ def test_recorded_step_equals_eager(rung: str) -> None:
     for sequences in (eager, recorded):
         sequences.run([(0, 0, 1), (1, 0, 1)])
     qkv, a, b = (torch.stack([x[0][1], x[1][1]]) for x in (recorded.qkv, recorded.a, recorded.b))
-    slots, _, lengths = recorded.batch([(0, 1, 2), (1, 1, 2)])
+    slots, kept, _, lengths = recorded.batch([(0, 1, 2), (1, 1, 2)])
     gates = (recorded.a_log, recorded.dt_bias)
-    graph = Graph(lambda: delta.delta_step(qkv, a, b, *gates, recorded.state, slots, lengths, sizes.key_heads))
+    graph = Graph(lambda: delta.delta_step(qkv, a, b, *gates, recorded.states, slots, kept, lengths, sizes.key_heads))
     for t in (1, 2):
         expected = eager.step([(0, t, t + 1), (1, t, t + 1)])
         for x, rows in zip((qkv, a, b), (recorded.qkv, recorded.a, recorded.b), strict=True):
@@ -223,21 +253,63 @@ def test_recorded_step_equals_eager(rung: str) -> None:
 
 def test_padding_repeats_a_row_and_touches_no_state() -> None:
     sizes = Sizes(2, 4, 32, 40)
-    one, two = (Sequences(sizes, [4, 2], torch.float32) for _ in range(2))
-    for sequences in (one, two):
+    one, two, other = (Sequences(sizes, [4, 2], torch.float32) for _ in range(3))
+    for sequences in (one, two, other):
         sequences.run([(0, 0, 3), (1, 0, 1)])
     first, second = two.run([(0, 3, 4), (1, 1, 2)])
     rows = [(0, 3, 4), (1, 1, 2), (1, 1, 2), (1, 1, 2)]
-    slots, starts, lengths = one.batch(rows)
+    slots, kept, starts, lengths = one.batch(rows)
     slots[2:] = -1 - 1
-    qkv, a, b = (torch.cat([x[i][start:stop] for i, start, stop in rows]) for x in (one.qkv, one.a, one.b))
+    qkv, a, b = one.rows(rows)
     qkv[2:] = float("nan")
-    before = one.state.clone()
-    found = delta.delta_step(qkv, a, b, one.a_log, one.dt_bias, one.state, slots, lengths, 2)
+    found = delta.delta_step(qkv, a, b, one.a_log, one.dt_bias, one.states, slots, kept, lengths, 2)
     assert torch.equal(found, torch.cat([first, second, second, second]))
     assert torch.equal(one.state.nan_to_num(7), two.state.nan_to_num(7))
     g, beta = delta.delta_gating(a, b, one.a_log, one.dt_bias)
-    assert torch.equal(delta.delta_rule(qkv, g, beta, before, slots, starts, lengths, 2), found)
+    assert torch.equal(delta.delta_rule(qkv, g, beta, other.states, slots, kept, starts, lengths, 2), found)
+
+
+PLAN = [(7, 7), (7, 0), (0, 0), (3, 2), (1, 1), (6, 6), (7, 5), (2, 0), (5, 3), (4, 4)]
+"""(drafts, right ones) of the steps of a sequence; the first begin it."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "threads"), [(Sizes(2, 4, 64, 40), 1), (Sizes(1, 2, 128, 130), 9), (Sizes(3, 3, 5, 1), 3)], ids=str
+)
+def test_drafts_have_the_bits_of_single_steps(sizes: Sizes, threads: int, dtype: torch.dtype) -> None:
+    """Three sequences whose drafts are right up to some row, in `delta_step` and sometimes in `delta_rule`."""
+    core.start_pool(None, threads, spin=False)
+    plans = [PLAN, PLAN[3:] + PLAN[:3], [(0, 0)] * len(PLAN)]
+    lengths = [sum(right for _, right in plan) + len(plan) + 1 for plan in plans]
+    plain, drafted = (Sequences(sizes, [*lengths, 33], dtype) for _ in range(2))
+    expected = [torch.cat([plain.step([(i, t, t + 1)])[0] for t in range(n)]) for i, n in enumerate(lengths)]
+    starts, kept = [0, 0, 0], dict[int, int]()
+    for number, counts in enumerate(zip(*plans, strict=True)):
+        rows = [(i, starts[i] + j) for i, (drafts, _) in enumerate(counts) for j in range(1 + drafts)]
+        ends = [start + 1 + right for start, (_, right) in zip(starts, counts, strict=True)]
+        wrong = [row for row, (i, t) in enumerate(rows) if t >= ends[i]]
+        parts = [(i, t, t + 1) if t < ends[i] else (i, starts[i], starts[i] + 1) for i, t in rows]
+        found = (drafted.run if number % 3 == 2 else drafted.step)(parts, kept, wrong)
+        for row, (i, t) in enumerate(rows):
+            assert row in wrong or torch.equal(found[row][0], expected[i][t])
+        starts, kept = ends, {i: right for i, (_, right) in enumerate(counts)}
+    # Beside a prompt, the states take in the last drafts and a row.
+    last = drafted.run([*((i, n - 1, n) for i, n in enumerate(lengths)), (3, 0, 33)], kept)
+    for found_rows, wanted in zip(last, [*(rows[-1:] for rows in expected), *plain.run([(3, 0, 33)])], strict=True):
+        assert torch.equal(found_rows, wanted)
+    assert torch.equal(drafted.state.nan_to_num(7), plain.state.nan_to_num(7))
+
+
+def test_padding_repeats_a_draft() -> None:
+    sequences = Sequences(Sizes(2, 4, 32, 40), [3], torch.bfloat16)
+    rows = [(0, 0, 1), (0, 1, 2), (0, 2, 3), (0, 2, 3)]
+    slots, kept, _, lengths = sequences.batch(rows)
+    slots[3] = -1 - 1
+    qkv, a, b = sequences.rows(rows, wrong=[3])
+    gates = (sequences.a_log, sequences.dt_bias)
+    found = delta.delta_step(qkv, a, b, *gates, sequences.states, slots, kept, lengths, 2)
+    assert found.isfinite().all() and torch.equal(found[3], found[1])
 
 
 @pytest.mark.parametrize(
@@ -247,15 +319,25 @@ def test_padding_repeats_a_row_and_touches_no_state() -> None:
         ({"slots": [0, -1]}, "slots: expected sequence 1 of padding to be one row that repeats one, found slot -1 and"),
         ({"query_starts": [0, 1, 3]}, "query_starts: expected 0 to 4, found 0 to 3"),
         ({"seq_lens": [1, 2]}, "query_starts: expected 0 to 2 rows of sequence 1, found 3"),
+        ({"kept": [8, 0]}, "kept: expected 0 to 7 drafts of the sequence in slot 0, found 8"),
+        ({"kept": [-1, 0]}, "kept: expected 0 to 7 drafts of the sequence in slot 0, found -1"),
+        ({"kept": [0, 1]}, "kept: expected 0 to 0 drafts of the sequence in slot 1, found 1"),
+        ({"slots": [0, 0]}, "query_starts: expected a draft of one row as sequence 1, found 3"),
     ],
 )
 def test_rule_refuses_batches_that_do_not_fit(change: dict[str, list[int]], expected: str) -> None:
     sequences = Sequences(Sizes(1, 1, 8, 8), [1, 3], torch.float32)
-    arguments = {"slots": [0, 1], "query_starts": [0, 1, 4], "seq_lens": [1, 3]} | change
+    arguments = {"slots": [0, 1], "kept": [0, 0], "query_starts": [0, 1, 4], "seq_lens": [1, 3]} | change
     batch = {name: torch.tensor(values, dtype=torch.int32) for name, values in arguments.items()}
     gate = torch.zeros(4, 1)
     with pytest.raises(KernelError, match=f"delta_rule: {expected}"):
-        delta.delta_rule(torch.cat(sequences.qkv), gate, gate, sequences.state, **batch, key_heads=1)
+        delta.delta_rule(torch.cat(sequences.qkv), gate, gate, sequences.states, **batch, key_heads=1)
+
+
+def test_step_refuses_more_drafts_than_slots_have_room_for() -> None:
+    sequences = Sequences(Sizes(1, 1, 8, 8), [9], torch.float32)
+    with pytest.raises(KernelError, match=r"slots: expected 0 to 7 drafts of the sequence in slot ., found 8"):
+        sequences.step([(0, t, t + 1) for t in range(9)])
 
 
 def test_a_rank_without_heads_computes_nothing() -> None:

@@ -1,6 +1,6 @@
 """The row kernels of gated delta nets on every rung, against float64 arithmetic and the modules of transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate, pairwise
 
 import pytest
@@ -11,8 +11,13 @@ from torch.nn import functional
 
 from tilerank.kernels import core, delta
 from tilerank.kernels.errors import KernelError
+from tilerank.kernels.state_slots import StateSlots
 
 pytestmark = pytest.mark.usefixtures("rung")
+
+
+DRAFTS = 7
+NONE: Mapping[int, int] = {}
 
 
 class Streams:
@@ -21,17 +26,29 @@ class Streams:
     def __init__(self, lengths: list[int], channels: int, width: int, dtype: torch.dtype) -> None:
         self.inputs = [randn(n, channels, dtype=dtype, seed=i) for i, n in enumerate(lengths)]
         self.weight = randn(channels, width, dtype=dtype, seed=50)
-        self.conv = torch.full((len(lengths) + 1, width - 1, channels), float("nan"), dtype=dtype)
+        self.conv = torch.full((len(lengths) + 1, width - 1 + DRAFTS, channels), float("nan"), dtype=dtype)
 
-    def run(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Compute rows start..stop of sequence i, whose slot is i + 1, for every part (i, start, stop)."""
+    @property
+    def windows(self) -> Tensor:
+        return self.conv[:, : self.weight.shape[1] - 1]
+
+    def run(
+        self, parts: list[tuple[int, int, int]], kept: Mapping[int, int] = NONE, wrong: Collection[int] = ()
+    ) -> list[Tensor]:
+        """Compute rows start..stop of sequence i, whose slot is i + 1, for every part (i, start, stop).
+
+        Parts of one row of a sequence that follow each other are its next row and drafts; the inputs of those in
+        `wrong` are NaN.
+        """
         sizes = [stop - start for _, start, stop in parts]
-        slots, lengths, starts = (
-            torch.tensor(values, dtype=torch.int32)
-            for values in ([i + 1 for i, _, _ in parts], [stop for _, _, stop in parts], [0, *accumulate(sizes)])
+        lists = ([i + 1 for i, _, _ in parts], [kept.get(i, 0) for i, _, _ in parts], [0, *accumulate(sizes)])
+        slots, kept_drafts, starts = (torch.tensor(values, dtype=torch.int32) for values in lists)
+        lengths = torch.tensor([stop for _, _, stop in parts], dtype=torch.int32)
+        rows = [self.inputs[i][start:stop] for i, start, stop in parts]
+        x = inside_nan(torch.cat([row * float("nan") if j in wrong else row for j, row in enumerate(rows)]))
+        return list(
+            torch.split(delta.causal_conv(x, self.weight, self.conv, slots, kept_drafts, starts, lengths), sizes)
         )
-        x = inside_nan(torch.cat([self.inputs[i][start:stop] for i, start, stop in parts]))
-        return list(torch.split(delta.causal_conv(x, self.weight, self.conv, slots, starts, lengths), sizes))
 
     def assert_exact(self, i: int, found: Tensor) -> None:
         width = self.weight.shape[1]
@@ -53,7 +70,7 @@ def test_convolution_of_whole_sequences(dtype: torch.dtype, width: int, channels
     for i, found in enumerate(streams.run([(i, 0, n) for i, n in enumerate(lengths)])):
         streams.assert_exact(i, found)
         kept = functional.pad(streams.inputs[i], (0, 0, width, 0))[lengths[i] + 1 :]
-        assert torch.equal(streams.conv[i + 1], kept)
+        assert torch.equal(streams.windows[i + 1], kept)
     assert streams.conv[0].isnan().all()
 
 
@@ -64,7 +81,7 @@ def test_convolution_continues_with_the_same_bits(dtype: torch.dtype, cuts: list
     expected = whole.run([(0, 0, 12)])[0]
     found = [parts.run([(0, *part)])[0] for part in pairwise([0, *cuts, 12])]
     assert torch.equal(torch.cat(found), expected)
-    assert torch.equal(parts.conv[1], whole.conv[1])
+    assert torch.equal(parts.windows[1], whole.windows[1])
 
 
 def test_convolution_of_a_mixture_on_any_number_of_threads() -> None:
@@ -76,7 +93,7 @@ def test_convolution_of_a_mixture_on_any_number_of_threads() -> None:
         core.start_pool(None, threads, spin=False)
         together = Streams(lengths, 300, 4, torch.bfloat16)
         assert all(map(torch.equal, together.run(parts), expected))
-        assert torch.equal(together.conv[1:], alone.conv[1:])
+        assert torch.equal(together.windows[1:], alone.windows[1:])
 
 
 def test_padding_of_a_convolution_repeats_a_row() -> None:
@@ -86,16 +103,46 @@ def test_padding_of_a_convolution_repeats_a_row() -> None:
     expected = two.run([(0, 1, 2), (1, 1, 2)])
     x = torch.cat([one.inputs[0][1:], one.inputs[1][1:], torch.full((2, 70), float("nan"))])
     slots, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([1, 2, -1, -2], [2, 2, 1, 1]))
-    starts = torch.arange(5, dtype=torch.int32)
-    found = delta.causal_conv(x, one.weight, one.conv, slots, starts, lengths)
+    starts, kept = torch.arange(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    found = delta.causal_conv(x, one.weight, one.conv, slots, kept, starts, lengths)
     assert torch.equal(found, torch.cat([*expected, *expected]))
-    assert torch.equal(one.conv[1:], two.conv[1:])
+    assert torch.equal(one.windows[1:], two.windows[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_convolution_of_drafts_has_the_bits_of_single_steps(dtype: torch.dtype, width: int) -> None:
+    """(drafts, right ones) of the steps of a sequence, beside one that has none."""
+    plain, drafted = (Streams([28, 7], 70, width, dtype) for _ in range(2))
+    expected = [[plain.run([(i, t, t + 1)])[0] for t in range(n)] for i, n in enumerate((28, 7))]
+    at, kept = 0, 0
+    for number, (drafts, right) in enumerate([(7, 7), (7, 0), (0, 0), (3, 2), (1, 1), (6, 6), (2, 0)]):
+        rows = [(0, t, t + 1) for t in range(at, at + 1 + drafts)]
+        parts = [*rows, (1, number, number + 1)]
+        found = drafted.run(parts, {0: kept}, range(right + 1, drafts + 1))
+        assert all(map(torch.equal, found[: right + 1], expected[0][at:]))
+        assert torch.equal(found[-1], expected[1][number])
+        at, kept = at + 1 + right, right
+    rest = drafted.run([(0, at, 28)])[0]
+    assert torch.equal(rest, torch.cat(expected[0][at:]))
+    assert torch.equal(drafted.windows[1:], plain.windows[1:])
 
 
 def test_convolution_refuses_a_slot_that_does_not_exist() -> None:
     streams = Streams([1], 8, 4, torch.float32)
     streams.conv = streams.conv[:1]
     with pytest.raises(KernelError, match="causal_conv: slots: expected at most 0 for sequence 0, found 1"):
+        streams.run([(0, 0, 1)])
+
+
+def test_convolution_refuses_slots_without_room() -> None:
+    streams = Streams([9], 8, 4, torch.float32)
+    with pytest.raises(
+        KernelError, match="causal_conv: slots: expected 0 to 7 drafts of the sequence in slot 1, found 8"
+    ):
+        streams.run([(0, t, t + 1) for t in range(9)])
+    streams.conv = streams.conv[:, :2]
+    with pytest.raises(KernelError, match="causal_conv: conv: expected at least 3 rows, found 2"):
         streams.run([(0, 0, 1)])
 
 
@@ -184,19 +231,22 @@ def test_layer_equals_that_of_transformers(ratio: int) -> None:
     build: Callable[..., Qwen3_5GatedDeltaNet] = Qwen3_5GatedDeltaNet  # asks for the config of the whole model
     module = build(config, 0).eval()
     x, cache = torch.randn(1, 131, 32), DynamicCache(config=config)
-    conv, state = torch.full((1, 3, 2 * keys * dk + values * dv), float("nan")), torch.empty(1, values, dk, dv)
-    slots = torch.zeros(1, dtype=torch.int32)
+    states = StateSlots.empty(1, 4, 2 * keys * dk + values * dv, values, dk, dv, torch.float32, 0)
+    for tensor in (states.conv, states.state):
+        tensor.fill_(float("nan"))
+    slots, kept = torch.zeros(2, 1, dtype=torch.int32)
     with torch.no_grad():
         expected = torch.cat([module(x[:, :129], cache), module(x[:, 129:130], cache), module(x[:, 130:], cache)], 1)
         projections = (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
         fused = torch.cat([projection(x[0]) for projection in projections], 1)
         found = []
         for start, stop in pairwise([0, 1, 66, 129, 130, 131]):
-            batch = (slots, torch.tensor([0, stop - start], dtype=torch.int32), torch.tensor([stop], dtype=torch.int32))
+            starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([0, stop - start], [stop]))
+            batch = (slots, kept, starts, lengths)
             sizes = [2 * keys * dk + values * dv, values * dv, values, values]
             qkv, z, b, a = torch.split(fused[start:stop], sizes, dim=1)
-            qkv = delta.causal_conv(qkv, module.conv1d.weight[:, 0], conv, *batch)
+            qkv = delta.causal_conv(qkv, module.conv1d.weight[:, 0], states.conv, *batch)
             g, beta = delta.delta_gating(a, b, module.A_log, module.dt_bias)
-            o = delta.delta_rule(qkv, g, beta, state, *batch, key_heads=keys)
+            o = delta.delta_rule(qkv, g, beta, states, *batch, key_heads=keys)
             found.append(module.out_proj(delta.gated_norm(o, z, module.norm.weight, config.rms_norm_eps)))
     assert_within(torch.cat(found), expected[0].double(), 1e-5)

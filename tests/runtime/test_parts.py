@@ -45,6 +45,7 @@ from tilerank.runtime.step.cache import (
     allocate,
     num_pages,
 )
+from tilerank.runtime.step.draft_rows import separate_drafts
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-lm"
 BF16 = torch.bfloat16
@@ -64,6 +65,8 @@ BF16 = torch.bfloat16
         (EncoderKV(8, 128, BF16), 6404, 201 * 32 * 2 * 8 * 128 * 2),
         # Qwen3.5: 3 past inputs of 8192 channels in bf16, 32 matrices of 128 x 128 in fp32, for each of 5 requests
         (RecurrentState(8192, 4, 32, 128, 128, BF16), 5, 5 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)),
+        # and for each of 7 drafts the input, q, k and v in bf16, and two gates of each matrix in fp32
+        (RecurrentState(8192, 4, 32, 128, 128, BF16, 7), 1, (3 + 2 * 7) * 8192 * 2 + 32 * (128 * 128 + 7 * 2) * 4),
     ],
     ids=repr,
 )
@@ -73,19 +76,22 @@ def test_bytes_of_every_kind_of_cache(spec: CacheSpec, count: int, nbytes: int) 
 
 def test_allocates_the_bytes_it_declares() -> None:
     """Layers that grow with the tokens get pages, layers with states get slots."""
-    kv, latent, state = PagedKV(2, 64, BF16), PagedLatent(64, 32, BF16), RecurrentState(48, 4, 3, 8, 16, BF16)
+    kv, latent, state = PagedKV(2, 64, BF16), PagedLatent(64, 32, BF16), RecurrentState(48, 4, 3, 8, 16, BF16, 2)
     pages, rows, slots = allocate([kv, latent, state], 100, 5)
     assert isinstance(pages, KVPages) and isinstance(rows, LatentPages) and isinstance(slots, StateSlots)
     assert pages.num_pages == rows.num_pages == 4
     assert pages.k.nbytes + pages.v.nbytes == kv.nbytes(100) and rows.data.nbytes == latent.nbytes(100)
-    assert slots.conv.shape == (5, 3, 48) and slots.conv.dtype is BF16
+    assert slots.conv.shape == (5, 3 + 2, 48) and slots.conv.dtype is BF16
     assert slots.state.shape == (5, 3, 8, 16) and slots.state.dtype is torch.float32
-    assert slots.conv.nbytes + slots.state.nbytes == state.nbytes(5)
-    assert not slots.conv.any() and not slots.state.any()
+    assert slots.drafts.shape == (5, 2, 48) and slots.drafts.dtype is BF16
+    assert slots.draft_gates.shape == (5, 2, 2 * 3) and slots.draft_gates.dtype is torch.float32
+    held = (slots.conv, slots.state, slots.drafts, slots.draft_gates)
+    assert sum(tensor.nbytes for tensor in held) == state.nbytes(5)
+    assert not any(tensor.any() for tensor in held)
 
 
 def test_copies_one_slot_of_states_to_another() -> None:
-    slots = StateSlots.empty(4, 3, 5, 2, 4, 6, BF16)
+    slots = StateSlots.empty(4, 3, 5, 2, 4, 6, BF16, 2)
     slots.conv.copy_(torch.arange(4.0).view(4, 1, 1).expand_as(slots.conv))
     slots.state.copy_(torch.arange(4.0).view(4, 1, 1, 1).expand_as(slots.state))
     slots.copy(3, 1)
@@ -105,7 +111,8 @@ def test_a_rank_without_heads_has_empty_states() -> None:
     ],
 )
 def test_refuses_states_that_no_kernel_takes(change: dict[str, Any], says: str) -> None:
-    sizes: dict[str, Any] = {"slots": 2, "width": 4, "channels": 8, "value_heads": 1, "key_dim": 8, "value_dim": 8}
+    sizes: dict[str, Any] = {"slots": 2, "width": 4, "channels": 8, "value_heads": 1, "drafts": 7}
+    sizes |= {"key_dim": 8, "value_dim": 8}
     with pytest.raises(KernelError, match=f"^{says}$"):
         StateSlots.empty(**{**sizes, "dtype": BF16, **change})
 
@@ -296,6 +303,20 @@ def test_a_batch_has_the_slots_of_states(copy_padding: bool) -> None:
     later = fills.padded(Step(chunks[::-1], [], state_slots=[2, 0, 5]), held).state_slots
     assert later is padded and padded.tolist() == [2, 0, 5, -2]
     assert filler().padded(step, held).state_slots is None and filler().fresh(step, held, {}).state_slots is None
+
+
+def test_a_batch_has_drafts_that_states_take_in() -> None:
+    """Sequence 7 has two drafts, after a step of which two were right; sequence 3 has no drafts."""
+    fills = filler(has_states=True)
+    chunks = [Chunk(7, 33, [9, 8, 7], [], 3, drafts=2), Chunk(3, 50, [6], [], 1)]
+    step = separate_drafts(Step(chunks, [], state_slots=[5, 0]))
+    held = {7: RankSequence([4, 2], state_tokens=31), 3: RankSequence([6, 8], state_tokens=50)}
+    for batch in (fills.fresh(step, held, {}), fills.padded(step, held)):
+        assert batch.state_slots is not None and batch.kept_drafts is not None
+        assert batch.state_slots.tolist() == [5, 5, 5, 0]
+        assert (batch.kept_drafts.tolist()[0], batch.kept_drafts.tolist()[3]) == (2, 0)
+        assert batch.seq_lens.tolist() == [34, 35, 36, 51]
+        assert [divmod(slot, PAGE_TOKENS) for slot in batch.slots.tolist()] == [(2, 1), (2, 2), (2, 3), (8, 18)]
 
 
 def test_an_unknown_family_is_refused_with_those_that_run(tmp_path: Path) -> None:

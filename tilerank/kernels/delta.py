@@ -6,11 +6,16 @@ with two states: the last inputs of the convolution, and a matrix [dk, dv] for e
 
 Every argument may be strided as long as its last dimension is contiguous. Activations are float32 or bfloat16. A step
 consists of sequences: sequence i has the rows query_starts[i] to query_starts[i + 1], the last of its seq_lens[i]
-tokens. A sequence whose tokens are all in this step begins with states of zeros, whatever its slot holds. No two
-sequences have the same slot.
+tokens. A sequence whose tokens are all in this step begins with states of zeros, whatever its slot holds.
+
+Drafts: after a sequence of one row there may be others of one row with the same slot, drafts of the tokens that follow.
+No other sequences have the same slot. A draft has the output that it would have as the next row of the sequence, bit
+for bit, but the states take in the row before the drafts alone. What they need of each draft to take it in later is
+stored beside them in the slot, in place of the drafts of the step before. kept[i] says how many of those, from the
+first on, are tokens of the sequence now: the states take them in before its row. Drafts that are not kept cost nothing.
 
 Padding of recorded steps: a sequence of one row whose slot is -1 - j repeats row j, which must be the row of a sequence
-of one row with a slot of its own. Its output is a copy of row j, and it touches no state.
+of one row with a slot. Its output is a copy of row j, and it touches no state.
 
 A wrong argument raises KernelError naming it, what was expected and what was found.
 """
@@ -22,32 +27,35 @@ from torch import Tensor
 from .contract import Contract
 from .errors import KernelError
 from .reference import delta as reference
+from .state_slots import StateSlots
 
 MAX_CONV_WIDTH = 8
 MAX_HEAD_DIM = 256
 
 
 _CAUSAL_CONV = Contract(
-    "causal_conv: x[t, c]:f32|bf16 weight[c, width]:x conv[n, width - 1, c]:x slots[s]:i32 query_starts[s + 1]:i32 "
+    "causal_conv: x[t, c]:f32|bf16 weight[c, width]:x conv[n, _, c]:x slots[s]:i32 kept[s]:i32 query_starts[s + 1]:i32 "
     "seq_lens[s]:i32 -> out[t, c]:x",
     reference.causal_conv,
 )
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, conv: Tensor, slots: Tensor, query_starts: Tensor, seq_lens: Tensor
+    x: Tensor, weight: Tensor, conv: Tensor, slots: Tensor, kept: Tensor, query_starts: Tensor, seq_lens: Tensor
 ) -> Tensor:
     """Return the SiLU of the causal depthwise convolution of every sequence, and keep its last inputs.
 
-    x: [t, c]; weight: [c, width], width 1 to 8, of x's dtype. conv: [slots, width - 1, c] of x's dtype, the last inputs
-    of the sequence in each slot, the oldest first; zeros stand for the inputs before a sequence. slots, seq_lens: [s]
-    int32; query_starts: [s + 1] int32.
+    x: [t, c]; weight: [c, width], width 1 to 8, of x's dtype. conv: [slots, width - 1 + drafts, c] of x's dtype, the
+    last inputs of the sequence in each slot, the oldest first, and those of its drafts; zeros stand for the inputs
+    before a sequence. slots, kept, seq_lens: [s] int32; query_starts: [s + 1] int32.
     Returns [t, c], contiguous: silu(sum over i of weight[:, i] * input[row - (width - 1) + i]), in fp32, rounded once.
     """
-    _CAUSAL_CONV.check(x, weight)
+    _CAUSAL_CONV.check(x, weight, conv)
     if not 1 <= weight.shape[1] <= MAX_CONV_WIDTH:
         raise KernelError(f"causal_conv: weight: expected a width of 1 to {MAX_CONV_WIDTH}, found {weight.shape[1]}")
-    return _CAUSAL_CONV(x, weight, conv, slots, query_starts, seq_lens)
+    if conv.shape[1] < weight.shape[1] - 1:
+        raise KernelError(f"causal_conv: conv: expected at least {weight.shape[1] - 1} rows, found {conv.shape[1]}")
+    return _CAUSAL_CONV(x, weight, conv, slots, kept, query_starts, seq_lens)
 
 
 _DELTA_GATING = Contract(
@@ -70,8 +78,9 @@ def delta_gating(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[
 
 _DELTA_RULE = Contract(
     "delta_rule: qkv[t, 2 * key_heads * dk + heads * dv]:f32|bf16 g[t, heads]:f32 beta[t, heads]:f32 "
-    "state[n, heads, dk, dv]:f32 slots[s]:i32 query_starts[s + 1]:i32 seq_lens[s]:i32 key_heads:int "
-    "-> out[t, heads * dv]:qkv",
+    "states.state[n, heads, dk, dv]:f32 states.drafts[n, d, 2 * key_heads * dk + heads * dv]:qkv "
+    "states.draft_gates[n, d, 2 * heads]:f32 slots[s]:i32 kept[s]:i32 query_starts[s + 1]:i32 seq_lens[s]:i32 "
+    "key_heads:int -> out[t, heads * dv]:qkv",
     reference.delta_rule,
 )
 
@@ -80,8 +89,9 @@ def delta_rule(
     qkv: Tensor,
     g: Tensor,
     beta: Tensor,
-    state: Tensor,
+    states: StateSlots,
     slots: Tensor,
+    kept: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
     key_heads: int,
@@ -89,23 +99,24 @@ def delta_rule(
     """Return the outputs of the gated delta rule and update the states in place, for any mixture of sequences.
 
     qkv: [t, 2 * key_heads * dk + value_heads * dv], the columns of q, k and v; g, beta: [t, value_heads] float32 from
-    `delta_gating`; state: [slots, value_heads, dk, dv] float32, contiguous within a slot, dk and dv up to 256;
-    slots, seq_lens: [s] int32; query_starts: [s + 1] int32.
+    `delta_gating`; states.state: [slots, value_heads, dk, dv] float32, contiguous within a slot, dk and dv up to
+    256; slots, kept, seq_lens: [s] int32; query_starts: [s + 1] int32.
     q and k are first divided by their length, x / sqrt(sum x^2 + 1e-6), and q by sqrt(dk). For each token and value
     head: S = exp(g) S; u = beta (v - S^T k); S = S + k u^T; o = S^T q.
     Returns o, [t, value_heads * dv] of qkv's dtype, contiguous. All is computed in fp32 and rounded once. A sequence of
     one row is computed as written here, one of several rows in chunks of 64 (Yang et al., section 3.3). A row's bits
-    depend only on its sequence's state and rows in this step.
+    depend only on its sequence's state and rows in this step, and kept drafts.
     """
-    _DELTA_RULE.check(qkv, g, beta, state)
-    _check_states("delta_rule", state, key_heads)
-    return _DELTA_RULE(qkv, g, beta, state, slots, query_starts, seq_lens, key_heads)
+    _DELTA_RULE.check(qkv, g, beta, states)
+    _check_states("delta_rule", states.state, key_heads)
+    return _DELTA_RULE(qkv, g, beta, states, slots, kept, query_starts, seq_lens, key_heads)
 
 
 _DELTA_STEP = Contract(
     "delta_step: qkv[s, 2 * key_heads * dk + heads * dv]:f32|bf16 a[s, heads]:qkv b[s, heads]:a a_log[heads]:f32|bf16 "
-    "dt_bias[heads]:f32|bf16 state[n, heads, dk, dv]:f32 slots[s]:i32 seq_lens[s]:i32 key_heads:int "
-    "-> out[s, heads * dv]:qkv",
+    "dt_bias[heads]:f32|bf16 states.state[n, heads, dk, dv]:f32 "
+    "states.drafts[n, d, 2 * key_heads * dk + heads * dv]:qkv states.draft_gates[n, d, 2 * heads]:f32 slots[s]:i32 "
+    "kept[s]:i32 seq_lens[s]:i32 key_heads:int -> out[s, heads * dv]:qkv",
     reference.delta_step,
 )
 
@@ -116,19 +127,20 @@ def delta_step(
     b: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
-    state: Tensor,
+    states: StateSlots,
     slots: Tensor,
+    kept: Tensor,
     seq_lens: Tensor,
     key_heads: int,
 ) -> Tensor:
     """Return what `delta_gating` and `delta_rule` do for sequences of one row each, bit for bit, in one kernel.
 
     qkv: [s, 2 * key_heads * dk + value_heads * dv]; the other arguments are those of `delta_gating` and `delta_rule`.
-    Every state is read from memory and written once.
+    Every state is read from memory and written once, whatever the number of drafts.
     """
-    _DELTA_STEP.check(qkv, a, b, a_log, dt_bias, state)
-    _check_states("delta_step", state, key_heads)
-    return _DELTA_STEP(qkv, a, b, a_log, dt_bias, state, slots, seq_lens, key_heads)
+    _DELTA_STEP.check(qkv, a, b, a_log, dt_bias, states)
+    _check_states("delta_step", states.state, key_heads)
+    return _DELTA_STEP(qkv, a, b, a_log, dt_bias, states, slots, kept, seq_lens, key_heads)
 
 
 _GATED_NORM = Contract(

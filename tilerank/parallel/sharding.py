@@ -70,6 +70,7 @@ class Sharding:
     all of them) leaves as floats. group: None for a plan, which computes nothing. cached_tokens: expected number of
     tokens in the KV cache, for the cost rules. kv_dtype: of cached keys and values (default: `dtype`). kv_split:
     whether ranks that all hold the whole cache read a part of a context each, for the heads of all (auto: if it pays).
+    state_drafts: the most drafts of a sequence in a step of a model with states.
     """
 
     rank: int
@@ -81,6 +82,7 @@ class Sharding:
     formats: WeightFormats | None = None
     kv_dtype: torch.dtype | None = None
     kv_split: KVSplit = "auto"
+    state_drafts: int = 0
 
     @property
     def cache_dtype(self) -> torch.dtype:

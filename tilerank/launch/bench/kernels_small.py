@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tilerank.kernels import core, delta, moe, ops
 from tilerank.kernels.reference import delta as delta_reference
+from tilerank.kernels.state_slots import StateSlots
 from tilerank.kernels.temperature import scale_by_position_
 from tilerank.parallel.cost import Work
 
@@ -22,6 +23,8 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 MAX_LARGE_ROWS = 64
 """Kernels over logits run for at most so many rows: no step has many more, and a row is as long as the vocabulary. The
 same holds for steps of delta nets, which read a state for each row."""
+MAX_DRAFTED_ROWS = 8
+"""Steps of delta nets with drafts run for at most so many rows of a sequence."""
 
 KEY_HEADS, VALUE_HEADS, DELTA_DIM, CHUNK = 16, 32, 128, 64
 """The delta net of Qwen3.5-9B."""
@@ -38,6 +41,8 @@ def entries(args: argparse.Namespace) -> Iterator[Entry]:
         if rows <= MAX_LARGE_ROWS:
             yield from of_logits(rows)
             yield delta_step(rows)
+        if 1 < rows <= MAX_DRAFTED_ROWS:
+            yield delta_step(1, drafts=rows - 1)
 
 
 def of_hidden_rows(rows: int) -> Iterator[Entry]:
@@ -126,14 +131,20 @@ def _int32(values: Iterable[int]) -> torch.Tensor:
     return torch.tensor([*values], dtype=torch.int32)
 
 
-def delta_step(rows: int) -> Entry:
-    """A decode step of a delta net: every row reads and writes a state, of which there are copies."""
-    qkv, a, b, a_log, dt_bias = _delta_inputs(rows)
-    shape = (rows, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
+def delta_step(sequences: int, drafts: int = 0) -> Entry:
+    """A decode step of a delta net: every sequence reads and writes a state, of which there are copies, whatever the
+    number of its drafts."""
+    qkv, a, b, a_log, dt_bias = _delta_inputs(sequences * (1 + drafts))
+    shape = (sequences, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
     nbytes = torch.Size(shape).numel() * 4
     states = [core.alloc(nbytes, resident=True).view(torch.float32).view(shape) for _ in range(cold_copies(nbytes))]
-    slots, lengths = torch.arange(rows, dtype=torch.int32), torch.full((rows,), 2, dtype=torch.int32)
-    calls = [partial(delta.delta_step, qkv, a, b, a_log, dt_bias, state, slots, lengths, KEY_HEADS) for state in states]
+    slots = torch.arange(sequences, dtype=torch.int32).repeat_interleave(1 + drafts)
+    batch = (slots, torch.zeros_like(slots), torch.full_like(slots, 2))
+    calls = [
+        partial(delta.delta_step, qkv, a, b, a_log, dt_bias, _slots(state, drafts), *batch, KEY_HEADS)
+        for state in states
+    ]
+    rows = f"{sequences} + {drafts}" if drafts else str(sequences)
     work = Work(updated=2 * nbytes)
     return Entry("delta_step", f"{rows} x {VALUE_HEADS} x {DELTA_DIM}^2", work, calls, format="float32")
 
@@ -147,16 +158,16 @@ def of_delta_nets(rows: int) -> Iterator[Entry]:
 
     qkv, a, b, a_log, dt_bias = _delta_inputs(rows)
     g, beta = delta.delta_gating(a, b, a_log, dt_bias)
-    state = torch.zeros(1, VALUE_HEADS, DELTA_DIM, DELTA_DIM)
+    states = _slots(torch.zeros(1, VALUE_HEADS, DELTA_DIM, DELTA_DIM), drafts=0)
     of_keys = KEY_HEADS * 2 * CHUNK * DELTA_DIM
     of_values = VALUE_HEADS * (6 * DELTA_DIM**2 + 2 * CHUNK * DELTA_DIM)
-    work = Work(3 * qkv.nbytes // 2 + 2 * state.nbytes, fp32=rows * (of_keys + of_values))
+    work = Work(3 * qkv.nbytes // 2 + 2 * states.state.nbytes, fp32=rows * (of_keys + of_values))
     batch = _one_sequence(rows)
-    yield entry("delta_rule", f"{VALUE_HEADS} x {DELTA_DIM}^2", work, qkv, g, beta, state, *batch, KEY_HEADS)
+    yield entry("delta_rule", f"{VALUE_HEADS} x {DELTA_DIM}^2", work, qkv, g, beta, states, *batch, KEY_HEADS)
 
-    x, weight, conv = _bf16(rows, MIXED), _bf16(MIXED, 4), _bf16(1, 3, MIXED)
-    work = Work(2 * x.nbytes + weight.nbytes + 2 * conv.nbytes)
-    yield entry("causal_conv", f"{MIXED} x 4", work, x, weight, conv, *batch)
+    x, weight = _bf16(rows, MIXED), _bf16(MIXED, 4)
+    work = Work(2 * x.nbytes + weight.nbytes + 2 * states.conv.nbytes)
+    yield entry("causal_conv", f"{MIXED} x 4", work, x, weight, states.conv, *batch)
     yield entry("delta_gating", f"{VALUE_HEADS}", Work(6 * a.nbytes), a, b, a_log, dt_bias)
 
     o, z, scale = _bf16(rows, VALUE_HEADS * DELTA_DIM), _bf16(rows, VALUE_HEADS * DELTA_DIM), _bf16(DELTA_DIM)
@@ -174,10 +185,16 @@ def _delta_inputs(rows: int) -> tuple[torch.Tensor, ...]:
     return _bf16(rows, MIXED), *gates
 
 
-def _one_sequence(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return slots, query_starts and seq_lens of a sequence that begins with the step."""
-    slots, query_starts, seq_lens = (torch.tensor(values, dtype=torch.int32) for values in ([0], [0, rows], [rows]))
-    return slots, query_starts, seq_lens
+def _slots(state: torch.Tensor, drafts: int) -> StateSlots:
+    """Return slots with these matrices, with room for so many drafts."""
+    slots, heads = state.shape[:2]
+    gates = torch.zeros(slots, drafts, 2 * heads)
+    return StateSlots(_bf16(slots, 3 + drafts, MIXED), state, _bf16(slots, drafts, MIXED), gates)
+
+
+def _one_sequence(rows: int) -> tuple[torch.Tensor, ...]:
+    """Return slots, kept, query_starts and seq_lens of a sequence that begins with the step."""
+    return tuple(_int32(values) for values in ([0], [0], [0, rows], [rows]))
 
 
 def _bf16(*shape: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tilerank.loader.quantization_config import held_codes
-from tilerank.runtime.protocol.sizes import MAX_RUNNING, num_states
+from tilerank.runtime.protocol.sizes import MAX_RUNNING, STATE_DRAFTS, num_states
 
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import Topology
@@ -126,7 +126,10 @@ def sharded_models(card: ModelCard, tp: int, options: ModelOptions, here: range 
     if kv_split == "auto" and here is not None and len(here) < tp:
         kv_split = "off"  # as on the ranks: the rule counts collectives in shared memory
     return [
-        build_model(card, Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split))
+        build_model(
+            card,
+            Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split, STATE_DRAFTS),
+        )
         for rank in here or range(tp)
     ]
 

@@ -58,7 +58,13 @@ class GatedDeltaNet(Mixer[StateSlots]):
         span = values.scaled(heads.value_dim)
         self.out = RowParallelLinear(f"{name}.out_proj", width, hidden, sharding, span=span)
         self.cache_spec = RecurrentState(
-            held.channels, conv_width, held.value_heads, heads.key_dim, heads.value_dim, sharding.dtype
+            held.channels,
+            conv_width,
+            held.value_heads,
+            heads.key_dim,
+            heads.value_dim,
+            sharding.dtype,
+            sharding.state_drafts,
         )
         self._eps = eps
         self._activations = sharding.dtype
@@ -69,15 +75,15 @@ class GatedDeltaNet(Mixer[StateSlots]):
         if not self.held.value_heads:
             return self.out(x[: x.shape[0] if only is None else only.rows.shape[0], :0])
         qkv, z, b, a = self.projection(x)
-        slots, starts, lengths = batch.state_slots, batch.query_starts, batch.seq_lens
-        assert slots is not None
+        slots, kept, starts, lengths = batch.state_slots, batch.kept_drafts, batch.query_starts, batch.seq_lens
+        assert slots is not None and kept is not None
         a_log, dt_bias, keys = self.a_log.data, self.dt_bias.data, self.held.key_heads
-        qkv = causal_conv(qkv, self.conv.data.flatten(1), cache.conv, slots, starts, lengths)
+        qkv = causal_conv(qkv, self.conv.data.flatten(1), cache.conv, slots, kept, starts, lengths)
         if slots.shape[0] == x.shape[0]:  # every sequence has one row
-            o = delta_step(qkv, a, b, a_log, dt_bias, cache.state, slots, lengths, keys)
+            o = delta_step(qkv, a, b, a_log, dt_bias, cache, slots, kept, lengths, keys)
         else:
             g, beta = delta_gating(a, b, a_log, dt_bias)
-            o = delta_rule(qkv, g, beta, cache.state, slots, starts, lengths, keys)
+            o = delta_rule(qkv, g, beta, cache, slots, kept, starts, lengths, keys)
         if only is not None:
             o, z = only.take(o), only.take(z)
         return self.out(gated_norm(o, z, self.norm.data, self._eps))

@@ -33,7 +33,7 @@ from tilerank.parallel.sharding import Sharding
 from ..protocol import rank_messages
 from ..protocol.errors import EngineError
 from ..protocol.rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
-from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK, num_states, num_window_tokens
+from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK, STATE_DRAFTS, num_states, num_window_tokens
 from ..protocol.speech_messages import SpeechStep
 from ..step.batch import BatchFiller, BatchLimits, RankSequence
 from ..step.bytes_per_step import bytes_per_step
@@ -85,7 +85,16 @@ class Worker:
         # The rule of "auto" counts collectives in shared memory.
         kv_split = "off" if config.kv_split == "auto" and len(team.hosts) > 1 else config.kv_split
         sharding = Sharding(
-            group.rank, group.size, config.dtype, group, config.strategy, tokens, formats, config.kv_dtype, kv_split
+            group.rank,
+            group.size,
+            config.dtype,
+            group,
+            config.strategy,
+            tokens,
+            formats,
+            config.kv_dtype,
+            kv_split,
+            STATE_DRAFTS,
         )
         self._model = build_model(self.card, sharding)
         if self._model.whole_texts and self.card.context_length > PREFILL_CHUNK:
@@ -260,11 +269,11 @@ class Worker:
             self._held.pop(number, None)
         self._encodings.forget(step.forgotten)
         for chunk in step.chunks:
-            pages = self._held.setdefault(chunk.sequence, RankSequence()).pages
-            pages.extend(chunk.new_pages)
+            held = self._held.setdefault(chunk.sequence, RankSequence(state_tokens=chunk.start))
+            held.pages.extend(chunk.new_pages)
             if self.store is not None:
                 end = chunk.start + len(chunk.token_ids)
-                self.store.forget(pages[chunk.start // PAGE_TOKENS : num_pages(end)])
+                self.store.forget(held.pages[chunk.start // PAGE_TOKENS : num_pages(end)])
         for number, index, pages in step.window_pages:
             self._held[number].add_window_pages(index, pages)
         for seen in step.sources:
@@ -276,6 +285,8 @@ class Worker:
             for states in self._states:
                 states.copy(source, target)
         logits = self._forward(separate_drafts(step))
+        for chunk in step.chunks:
+            self._held[chunk.sequence].state_tokens = chunk.start + len(chunk.token_ids) - chunk.drafts
         for seen in step.sources:
             self._held[seen.sequence].source.visible = seen.rows[-1][1:]
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)

@@ -31,11 +31,14 @@ class RankSequence:
     """A sequence as a worker keeps it between steps.
 
     pages: its page table. window_pages: that of layers with a window, whose entries before the window are out of date.
+    state_tokens: how many of its tokens its states have taken in. Tokens after them, if any, are drafts of the last
+        step that were right.
     """
 
     pages: list[int] = field(default_factory=list)
     source: RankSource = field(default_factory=RankSource)
     window_pages: list[int] = field(default_factory=list)
+    state_tokens: int = 0
 
     def add_window_pages(self, index: int, pages: list[int]) -> None:
         """Let the page table of layers with a window go on with `pages` at this index."""
@@ -79,9 +82,12 @@ class Batch:
     query_starts: [s + 1] int32, a sequence's first row.
     logit_rows: None if the logits of all rows are computed.
     inserts: None in recorded decode steps.
-    state_slots: [s] int32, where the states of a sequence are, no slot twice; None for models without states. A
-        sequence whose tokens are all in this step begins with states of zeros. A padding row that repeats row j has the
-        slot -1 - j: it gets the output of row j and touches no state (kernels/delta.py).
+    state_slots: [s] int32, where the states of a sequence are; None for models without states. A sequence whose tokens
+        are all in this step begins with states of zeros. A draft has the slot of the row before it, and no other
+        sequence has the slot of another one. A padding row that repeats row j has the slot -1 - j: it gets the output
+        of row j and touches no state (kernels/delta.py).
+    kept_drafts: [s] int32, how many drafts in the slot of a sequence are tokens before its row. Those of drafts are not
+        read. None for models without states.
     latent_forms: None if no sequence is in another form of latent attention than the absorbed one.
     source: None if no row sees anything by cross-attention; recorded decode steps of models with cross-attention always
         have it.
@@ -101,6 +107,7 @@ class Batch:
     logit_rows: LogitRows | None = None
     inserts: Inserts | None = None
     state_slots: Tensor | None = None
+    kept_drafts: Tensor | None = None
     latent_forms: LatentForms | None = None
     source: SourceRuns | None = None
     kept: Kept | None = None
@@ -211,7 +218,7 @@ class BatchFiller:
         self._token_ids = array("q", bytes(8 * rows))
         self._positions = array("q", bytes(8 * rows * content.position_axes))  # axis by axis
         self._rows = rows
-        self._lengths, self._state_slots = (array("i", bytes(4 * rows)) for _ in range(2))
+        self._lengths, self._state_slots, self._kept_drafts = (array("i", bytes(4 * rows)) for _ in range(3))
         self._part_starts, self._part_lengths = (array("i", bytes(4 * rows)) for _ in range(2))
         self._pages = PageTables(rows, limits.pages, limits.spare_page)
         spare = limits.spare_window_page
@@ -256,6 +263,7 @@ class BatchFiller:
             logit_rows=None if len(logit_rows) == len(rows.token_ids) else _logit_rows(logit_rows, step, visible),
             inserts=media_rows.inserts(step, rows.starts, encodings),
             state_slots=torch.tensor(step.state_slots, dtype=torch.int32) if content.has_states else None,
+            kept_drafts=torch.tensor(_kept_drafts(step, held), dtype=torch.int32) if content.has_states else None,
             latent_forms=latent_forms(content.expands, rows.starts, rows.lengths, tables, content.context_part)
             if content.expands
             else None,
@@ -300,8 +308,9 @@ class BatchFiller:
             for row, length in enumerate(rows.lengths):
                 self._part_starts[row], self._part_lengths[row] = self._content.context_part.tokens(length)
         if self._content.has_states:
-            padding = [-1 - copied] * (size - len(step.chunks))
-            self._state_slots[:size] = array("i", step.state_slots + padding)
+            missing = size - len(step.chunks)
+            self._state_slots[:size] = array("i", step.state_slots + [-1 - copied] * missing)
+            self._kept_drafts[:size] = array("i", _kept_drafts(step, held) + [0] * missing)
         if self._sources:
             self._sources.fill(step, _sources(step, held), size)
         if size not in self._padded:
@@ -321,6 +330,7 @@ class BatchFiller:
             seq_lens=torch.frombuffer(self._lengths, dtype=torch.int32)[:size],
             query_starts=self._query_starts[: size + 1],
             state_slots=torch.frombuffer(self._state_slots, dtype=torch.int32)[:size] if content.has_states else None,
+            kept_drafts=torch.frombuffer(self._kept_drafts, dtype=torch.int32)[:size] if content.has_states else None,
             latent_forms=LatentForms((), self._split_runs(size), None) if content.context_part else None,
             source=self._sources.shared(size) if self._sources else None,
             windows=WindowTables(*self._window_pages.filled(size)) if self._window_pages else None,
@@ -337,6 +347,11 @@ def _tables(step: Step, held: Mapping[int, RankSequence]) -> tuple[list[list[int
     """Return the page tables of all chunks, and those of layers with a window."""
     sequences = [held[chunk.sequence] for chunk in step.chunks]
     return [sequence.pages for sequence in sequences], [sequence.window_pages for sequence in sequences]
+
+
+def _kept_drafts(step: Step, held: Mapping[int, RankSequence]) -> list[int]:
+    """Return how many tokens of the sequence of each chunk its states have not taken in before it."""
+    return [chunk.start - held[chunk.sequence].state_tokens for chunk in step.chunks]
 
 
 def _sources(step: Step, held: Mapping[int, RankSequence]) -> dict[int, RankSource]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilerank.parallel.cost import ExpertBytes
 
-from .cache import bytes_per_state, bytes_per_token, bytes_per_window_token, read_specs, window_of
+from .cache import bytes_per_token, bytes_per_window_token, read_specs, state_bytes_of_step, window_of
 from .model import Model
 
 
@@ -43,7 +43,7 @@ def bytes_per_step(model: Model) -> BytesPerStep:
         cost.read,
         cost.experts,
         bytes_per_token(specs) // readers,
-        bytes_per_state(specs),
+        state_bytes_of_step(specs),
         bytes_per_window_token(specs),
         window_of(specs),
     )

@@ -107,7 +107,8 @@ class EncoderKV:
 class RecurrentState:
     """A gated delta net (Qwen3.5): per request the last inputs of the convolution and one fp32 matrix a value head.
 
-    conv_channels, value_heads: those of this rank.
+    conv_channels, value_heads: those of this rank. drafts: Sharding.state_drafts; beside the states there is
+    room for what they need to take in so many drafts.
     """
 
     conv_channels: int
@@ -116,13 +117,19 @@ class RecurrentState:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    drafts: int = 0
     budget: ClassVar = Budget.STATES
 
     def nbytes(self, states: int) -> int:
-        return StateSlots.nbytes(states, *self._shape)
+        return StateSlots.nbytes(states, *self._shape, self.drafts)
 
     def allocate(self, states: int) -> StateSlots:
-        return StateSlots.empty(states, *self._shape)
+        return StateSlots.empty(states, *self._shape, self.drafts)
+
+    @property
+    def step_bytes(self) -> int:
+        """The bytes that a step reads, and writes, for each sequence."""
+        return StateSlots.nbytes(1, *self._shape, drafts=0)
 
     @property
     def _shape(self) -> tuple[int, int, int, int, int, torch.dtype]:
@@ -170,8 +177,13 @@ def has_states(specs: Sequence[CacheSpec]) -> bool:
 
 
 def bytes_per_state(specs: Sequence[CacheSpec]) -> int:
-    """Return the bytes of one state of a sequence in all layers."""
+    """Return the bytes of one slot for states in all layers."""
     return sum(spec.nbytes(1) for spec in specs if spec.budget is Budget.STATES)
+
+
+def state_bytes_of_step(specs: Sequence[CacheSpec]) -> int:
+    """Return the bytes of states that a step reads, and writes, for each sequence in all layers."""
+    return sum(spec.step_bytes for spec in specs if isinstance(spec, RecurrentState))
 
 
 def bytes_per_source_page(specs: Sequence[CacheSpec]) -> int:

@@ -2,7 +2,8 @@
 
 A chunk with n drafts becomes n + 1 chunks of one token, which share the page tables of their sequence. The keys and
 values of all rows are stored before any of them attends, and row j attends to the tokens up to its own, as a decode
-step after j accepted drafts would. The bits of its logits are therefore those of that step.
+step after j accepted drafts would. The bits of its logits are therefore those of that step. Chunks of one sequence have
+one slot for states, by which layers that keep states know its drafts (kernels/delta.py).
 """
 
 import msgspec
@@ -15,7 +16,8 @@ def separate_drafts(step: Step) -> Step:
     if not any(chunk.drafts for chunk in step.chunks):
         return step
     chunks = [one for chunk in step.chunks for one in (_rows(chunk) if chunk.drafts else [chunk])]
-    return msgspec.structs.replace(step, chunks=chunks)
+    slots = [slot for chunk, slot in zip(step.chunks, step.state_slots, strict=False) for _ in range(1 + chunk.drafts)]
+    return msgspec.structs.replace(step, chunks=chunks, state_slots=slots)
 
 
 def _rows(chunk: Chunk) -> list[Chunk]:

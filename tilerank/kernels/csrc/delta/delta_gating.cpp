@@ -12,13 +12,10 @@ TR_ENTRY(delta_gating, Team& team, const Tensor& a, const Tensor& b, const Tenso
          const Tensor& g, const Tensor& beta) {
   for_float(a.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto [first, last] = team.share(a.size[1] ? a.size[0] : 0);
+    const int64_t heads = a.size[1];
+    const auto [first, last] = team.share(heads ? a.size[0] : 0);
     for (int64_t row = first; row < last; ++row) {
-      for_lanes(a.size[1], [&](int64_t head, auto lanes) {
-        const Gates found = gates(a.row<T>(row), b.row<T>(row), a_log, dt_bias, head, lanes);
-        lanes.store(g.row<float>(row) + head, found.g);
-        lanes.store(beta.row<float>(row) + head, found.beta);
-      });
+      write_gates(a.row<T>(row), b.row<T>(row), a_log, dt_bias, heads, g.row<float>(row), beta.row<float>(row));
     }
   });
 }

@@ -36,4 +36,15 @@ static inline Gates gates(const T* a, const T* b, const Tensor& a_log, const Ten
   return {zero() - exp(load_either(a_log, head, lanes)) * rate, round_to<T>(sigmoid(lanes.load(b + head)))};
 }
 
+// Writes the gates of all heads of a token.
+template <class T>
+static inline void write_gates(const T* a, const T* b, const Tensor& a_log, const Tensor& dt_bias, int64_t heads,
+                               float* g, float* beta) {
+  for_lanes(heads, [&](int64_t head, auto lanes) {
+    const Gates found = gates(a, b, a_log, dt_bias, head, lanes);
+    lanes.store(g + head, found.g);
+    lanes.store(beta + head, found.beta);
+  });
+}
+
 }  // namespace tilerank::TR_RUNG

@@ -17,7 +17,7 @@ static void for_tasks(const DeltaProblem<T>& p, const Team& team, const F& f) {
   constexpr int64_t kStateRows = 8;  // reading and writing a state takes about as long as so many rows
   const int64_t units = p.repeats * panels_of(p.dv);
   const auto cost_of = [&](int64_t i) {  // of a key head
-    return p.batch.is_padding(i) ? 0 : (kStateRows + p.batch.row_count(i)) * units;
+    return p.batch.has_states(i) ? (kStateRows + p.batch.row_count(i)) * units : 0;
   };
   int64_t all = 0;
   for (int64_t i = 0; i < p.batch.sequences; ++i) all += cost_of(i) * p.key_heads;
@@ -83,15 +83,15 @@ class Rule {
   }
 
   void run_row(const RuleTask& task) {
-    const int64_t row = p_.batch.rows(task.sequence).begin;
-    const UnitRows rows(p_.q(row, task.key_head), p_.k(row, task.key_head), p_.dk);
     for (int64_t unit = task.units.begin, end; unit < task.units.end; unit = end) {
       end = std::min(unit / panels_ * panels_ + panels_, task.units.end);
       const int64_t head = head_of(task, unit);
       const Range columns = {column_of(unit), std::min(column_of(end - 1) + kPanel, p_.dv)};
       const float* const ahead = end < task.units.end ? p_.matrix(task.sequence, head + 1) : nullptr;
-      step_head(p_, task.sequence, head, columns, rows, set(g_.row<float>(row)[head]), set(beta_.row<float>(row)[head]),
-                ahead);
+      const auto gates_of = [&](int64_t row) {
+        return StepGates{g_.row<float>(row)[head], beta_.row<float>(row)[head]};
+      };
+      step_head(p_, task.sequence, head, columns, gates_of, ahead, states_);
     }
   }
 
@@ -158,16 +158,21 @@ template <class T>
 using RulePanel = VectorPanel;
 #endif
 
-TR_ENTRY(delta_rule, Team& team, const Tensor& qkv, const Tensor& g, const Tensor& beta, const Tensor& state,
-         const Tensor& slots, const Tensor& query_starts, const Tensor& seq_lens, int64_t key_heads,
-         const Tensor& out) {
-  const DeltaBatch batch = {slots.as<int32_t>(), query_starts.as<int32_t>(), seq_lens.as<int32_t>(), slots.size[0]};
-  batch.check("delta_rule", state.size[0], qkv.size[0]);
+TR_ENTRY(delta_rule, Team& team, const Tensor& qkv, const Tensor& g, const Tensor& beta, const Tensor& states_state,
+         const Tensor& states_drafts, const Tensor& states_draft_gates, const Tensor& slots, const Tensor& kept,
+         const Tensor& query_starts, const Tensor& seq_lens, int64_t key_heads, const Tensor& out) {
+  const DeltaBatch batch = {slots.as<int32_t>(), kept.as<int32_t>(), query_starts.as<int32_t>(), seq_lens.as<int32_t>(),
+                            slots.size[0]};
+  batch.check("delta_rule", states_state.size[0], qkv.size[0], states_drafts.size[1]);
   for_float(qkv.dtype, [&](auto type) {
     using T = decltype(type);
-    const DeltaProblem<T> problem(qkv, state, out, key_heads, batch);
+    const DeltaProblem<T> problem(qkv, states_state, states_drafts, states_draft_gates, out, key_heads, batch);
     Rule<T, RulePanel<T>> rule(g, beta, problem, team);
     for_tasks(problem, team, [&](const RuleTask& task) { rule.run(task); });
+    store_drafts(problem, team, [&](int64_t row, float* g_of_draft, float* beta_of_draft) {
+      std::copy_n(g.row<float>(row), problem.value_heads, g_of_draft);
+      std::copy_n(beta.row<float>(row), problem.value_heads, beta_of_draft);
+    });
   });
 }
 
