@@ -62,22 +62,30 @@ def tree(pool: PagePool) -> list[Page]:
 
 
 class Slots:
-    """The slots of states as a worker holds them: of each, the prompt keys of all tokens that its states have seen."""
+    """The slots of states as a worker holds them: of each, the prompt keys of all tokens that its states have seen, and
+    those of the drafts after them."""
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
         self.seen: dict[int, tuple[int, ...]] = {}
+        self.drafts: dict[int, tuple[int, ...]] = {}
 
     def step(self, scheduled: Scheduled, step: Step) -> None:
-        """Copy slots, then compute the chunks: each continues what its slot holds, unless it is a beginning."""
+        """Copy slots, then compute the chunks: each continues what its slot holds, unless it is a beginning.
+
+        States take in drafts of the step before, but not those after their row.
+        """
         for source, target in step.state_copies:
-            self.seen[target] = self.seen[source]
+            self.seen[target], self.drafts[target] = self.seen[source], ()
         assert len(set(step.state_slots)) == len(scheduled)
         for (sequence, chunk), slot in zip(scheduled, step.state_slots, strict=True):
-            stop = chunk.start + len(chunk.token_ids)
+            keys = tuple(keys_with_drafts(sequence, chunk))
+            stop = len(keys) - chunk.drafts
             if chunk.start:
-                assert self.seen[slot] == tuple(sequence.keys[: chunk.start])
-            self.seen[slot] = tuple(sequence.keys[:stop])
+                kept = chunk.start - len(self.seen[slot])
+                assert self.seen[slot] + self.drafts[slot][:kept] == keys[: chunk.start]
+                assert not kept or stop == chunk.start + 1
+            self.seen[slot], self.drafts[slot] = keys[:stop], keys[stop:]
 
     def check(self, running: list[Sequence]) -> None:
         """Every slot is in one place, and every snapshot has seen the tokens up to the end of its page."""

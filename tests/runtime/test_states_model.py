@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from batching import answers, forget, single_engine
+from drafting import Lengths, always_right, always_wrong, mixed, with_drafts, without_drafts
 from media_prompts import LARGE, SMALL, VIDEO, medium, text
 from media_prompts import ask as ask_for
 from media_prompts import prompt as prompt_with
@@ -64,9 +65,10 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def fresh(shared: Engine, *, states: int = 12, pages: int | None = None, chunk_rows: int = 2048) -> Engine:
-    """Return the engine, without pages and snapshots of earlier prompts. Its slots hold what these have left there."""
+    """Return the engine, without drafts, and without pages and snapshots of earlier prompts. Its slots hold what these
+    have left there."""
     forget(shared, states=states, pages=pages, chunk_rows=chunk_rows)
-    return shared
+    return without_drafts(shared)
 
 
 def request(prompt: list[int], new: int) -> Request:
@@ -196,6 +198,57 @@ def test_the_preempted_give_the_answers_of_the_others(shared: Engine) -> None:
         assert engine.state().preemptions > 0
 
 
+def long_requests(count: int, new: int) -> list[Request]:
+    """Return requests whose texts pass the ends of blocks, greedy and sampled."""
+    made = []
+    for i in range(count):
+        params = SamplingParams(
+            max_new_tokens=new + 9 * i, temperature=(0.0, 0.8)[i % 2], seed=i, ignore_eos=True, logprobs=1
+        )
+        made.append(Request(Prompt(prompt_of(40 + 37 * i, seed=i)), params))
+    return made
+
+
+@needs_compiled
+@pytest.mark.parametrize("lengths", [always_right, always_wrong, mixed])
+def test_drafts_change_no_bit_of_an_answer(shared: Engine, lengths: Lengths) -> None:
+    """There are slots for two of four sequences: prompts of others come while states have drafts to take in."""
+    some = long_requests(4, 70)
+    wanted = answers(fresh(shared), some)
+    for states in (2, 12):
+        engine = with_drafts(fresh(shared, states=states), some, wanted, lengths)
+        assert answers(engine, some) == wanted
+        assert engine.drafting.drafted > 100 and (engine.drafting.accepted > 0) == (lengths is not always_wrong)
+
+
+@needs_compiled
+def test_the_preempted_are_drafted_again(shared: Engine) -> None:
+    """There are pages for two of four sequences that grow, and slots for their snapshots only now and then."""
+    some = long_requests(4, 70)
+    wanted = answers(fresh(shared), some)
+    for states in (4, 12):
+        engine = with_drafts(fresh(shared, states=states, pages=10), some, wanted)
+        found = answers(engine, some)
+        assert [[token for token, *_ in answer] for answer in found] == [[token for token, *_ in a] for a in wanted]
+        assert engine.state().preemptions > 0
+
+
+@needs_compiled
+def test_a_prompt_continues_the_snapshot_of_a_drafted_answer(shared: Engine) -> None:
+    """Its states are those of an answer without drafts, bit for bit."""
+    prompt = prompt_of(90)
+    some = [Request(Prompt(prompt), SamplingParams(max_new_tokens=120, ignore_eos=True, logprobs=1))]
+    engine = fresh(shared)
+    wanted = answers(engine, some)
+    longer = [*prompt, *(token for token, *_ in wanted[0]), *prompt_of(10, seed=1)]
+    continued = ask(engine, longer)
+    for lengths in (always_right, mixed):
+        engine = with_drafts(fresh(shared), some, wanted, lengths)
+        assert answers(engine, some) == wanted
+        assert ask(without_drafts(engine), longer) == continued
+        assert continued.computed == len(longer) - 192  # of 209 cached tokens
+
+
 def test_no_step_touches_a_slot_of_no_sequence_in_it(shared: Engine) -> None:
     """Three sequences decode in a step padded to four rows; the other slots keep what they hold, bit for bit."""
     engine = fresh(shared, states=12)
@@ -252,5 +305,7 @@ def test_sizes_that_a_worker_derives(tmp_path: Path) -> None:
     found = single_engine(model, dtype=torch.float32, max_total_tokens=20000).worker
     slots = [cache.state.shape[0] for cache in found._caches if isinstance(cache, StateSlots)]
     assert found.states == 10 and slots == [10] * 3
-    state = 3 * (6 * 32 * 32 * 4 + 3 * (2 * 3 * 32 + 6 * 32) * 4)
+    channels = 2 * 3 * 32 + 6 * 32
+    drafts = 7 * (2 * channels + 2 * 6) * 4  # inputs of the convolution, q, k and v, and gates
+    state = 3 * (6 * 32 * 32 * 4 + 3 * channels * 4 + drafts)
     assert found.cache_bytes == state * 10 + found.cache_tokens * 2 * 3 * 32 * 4

@@ -17,8 +17,5 @@ def draft_source(speculative: Speculative, worker: Worker) -> DraftSource | None
     """Return the source of drafts that is asked for, None for none, and log which one it is."""
     if speculative == "off" or worker.card.pooling is not None:
         return None
-    if worker.states:
-        log.info("no tokens are drafted: the states of this model's layers cannot be cut back to the accepted ones")
-        return None
     log.info("tokens that texts repeat are drafted where that pays")
     return _SOURCES[speculative]()

@@ -20,6 +20,7 @@ from tilerank.kernels.state_slots import BLOCK_TOKENS
 
 from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import Step
+from ..protocol.sizes import STATE_DRAFTS
 from .cache_kind import CacheKind
 from .lru_pool import NumberedEntry, NumberedPool
 from .sequence import OPENING_TOKENS, Scheduled, Sequence, common_tokens
@@ -94,8 +95,9 @@ class StatePool(CacheKind[Sequence]):
         sequence.snapshots_at = {at for at in sequence.snapshots_at | ends if at > sequence.cached}
 
     def draft_room(self, sequence: Sequence, drafts: int) -> int:
-        """Return 0: states cannot be cut back to the accepted tokens."""
-        return 0
+        """Return up to before the end of the next block, which is the row of a step: its states take in no drafts of
+        this step (kernels/delta.py), and a snapshot of them may be taken there."""
+        return min(drafts, STATE_DRAFTS, BLOCK_TOKENS - 1 - sequence.cached % BLOCK_TOKENS)
 
     def release(self, sequence: Sequence, *, share: bool = True) -> None:
         states = self._states.pop(sequence)
