@@ -15,6 +15,7 @@ from tilerank.parallel.experts import ParallelExperts
 from tilerank.parallel.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
+    GatheredLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
@@ -80,6 +81,22 @@ def test_attention(size: int, strategy: Strategy, q_heads: int, kv_heads: int, b
     q, k, v = (torch.unflatten(project(f"{n}_proj", x), -1, (-1, head_dim)) for n in "qkv")
     attended = plain_attention(q, k, v, [head // (q_heads // kv_heads) for head in range(q_heads)])
     assert_all_equal_to(on_all_ranks(size, strategy, body), project("o_proj", attended.flatten(1)), depth=hidden)
+
+
+@sizes
+@strategies
+def test_parts_of_the_inputs(size: int, strategy: Strategy) -> None:
+    """A projection of two inputs side by side is the sum of two projections."""
+    checkpoint = random_checkpoint(size, p__weight=(100, 2 * 48))
+    x = torch.randn(3, 2 * 48)
+
+    def body(sharding: Sharding) -> Tensor:
+        parts = [GatheredLinear("p", 48, 100, sharding, first=first, inputs=2 * 48) for first in (0, 48)]
+        for part in parts:
+            fill(part, checkpoint)
+        return parts[0](x[:, :48].contiguous()) + parts[1](x[:, 48:].contiguous())
+
+    assert_all_equal_to(on_all_ranks(size, strategy, body), F.linear(x, checkpoint["p.weight"]), depth=2 * 48)
 
 
 @sizes

@@ -94,15 +94,23 @@ class ReplicatedLinear(Linear):
 
 
 class GatheredLinear(Linear):
-    """A projection [out, in] whose outputs are cut over the ranks and gathered: x[t, in] -> [t, out] on every rank."""
+    """A projection [out, in] whose outputs are cut over the ranks and gathered: x[t, in] -> [t, out] on every rank.
 
-    def __init__(self, name: str, in_features: int, out_features: int, sharding: Sharding) -> None:
+    inputs: those of the stored projection, if it has more; x are those from `first` on.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, sharding: Sharding, *, first: int = 0, inputs: int = 0
+    ) -> None:
         self.cut = sharding.cut(out_features)
         span = self.cut.spans[sharding.rank]
+        stored = inputs or in_features
+        columns = Span(first, first + in_features, in_features)
         # All parts are as wide as the widest, so that they can be gathered.
         width = max(each.size for each in self.cut.spans)
-        super().__init__(width, in_features, sharding.format_of(name, rows=span), None)
-        self.fill_rows(name, (out_features, in_features), span)
+        super().__init__(width, in_features, sharding.format_of(name, rows=span, columns=columns, inputs=stored), None)
+        rows, taken = slice(span.start, span.stop), slice(columns.start, columns.stop)
+        self.weight.fill(f"{name}.weight", (out_features, stored), rows, taken)
         self._starts = torch.tensor([each.start for each in self.cut.spans] + [out_features])
         self._own = torch.tensor([0, width])
         self._out_features = out_features
