@@ -43,7 +43,9 @@ def run(reference_of: Callable[[str], Path]) -> Run:
 def check_fp32(run: Run, record: Record, start: Start) -> None:
     """Compare the encodings of all media, on every rank; the logits of every position; the log-probabilities of the
     five likeliest tokens while decoding; and the greedy tokens of all prompts, of different lengths, in one batch,
-    which gives the bits of single prompts. One rank also continues pages of the cache, and is preempted."""
+    which gives the bits of single prompts. One rank also continues pages of the cache, and is preempted. If there is a
+    draft head, compare its logits at every position, what it drafts after each prompt and while decoding, and the texts
+    with these drafts."""
     for case, ranks in run(record, start).items():
         if case[0] == "float32":
             assert all(rank["encodings"].get("max", 0) <= 1e-4 for rank in ranks), case
@@ -51,6 +53,8 @@ def check_fp32(run: Run, record: Record, start: Start) -> None:
             assert ranks[0]["logprob_error"] <= 1e-4, case
             assert ranks[0]["wrong_tokens"] == [], case
             assert ranks[0]["same_bits"], case
+            assert ranks[0].get("draft_error", 0.0) <= 1e-4, case
+            assert not ranks[0].get("wrong_drafts") and not ranks[0].get("wrong_while_decoding"), case
 
 
 def check_bf16(run: Run, record: Record, start: Start) -> None:

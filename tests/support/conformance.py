@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from batching import after_preemption, answers, forget, one_by_one
 from drafting import with_drafts
+from drafting.heads import compare_heads
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -103,12 +104,14 @@ def run(
     for dtype, rung, cut, model, rows in product(dtypes, rungs, cuts, models, sizes):
         core.force_isa(rung)
         wanted = load_file(f"{out}/{model}.safetensors")
+        has_head = "0.draft" in wanted
         config = RankConfig(
             dtype=getattr(torch, dtype),
             strategy=cut,
             kv_split=kv_split,
             max_total_tokens=2048,
             family_options=(options or {}).get(model, {}),
+            draft_head=has_head and dtype == "float32",
         )
         worker = Worker(Path(out) / model, replace(team, group=witness), config)
         witness.start()
@@ -119,6 +122,9 @@ def run(
                 alone = cut == cuts[-1] and rung != "reference" and not chunk_rows
                 resumed = alone and team.group.size == 1 and rung == rungs[0]
                 found |= exact(engine, wanted, new_tokens, rows, alone=alone, resumed=resumed)
+                if has_head:
+                    some = continued(wanted, new_tokens)
+                    found |= compare_heads(engine, wanted, some, rows, decode=alone)
             else:
                 found |= rounded(engine, wanted, new_tokens if decode else 0)
             worker.stop()

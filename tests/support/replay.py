@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from drafting import NoDrafts
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -16,7 +17,9 @@ from tilerank.kernels.graph import Graph
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import KVSplit
+from tilerank.runtime.lead.drafts import Drafting
 from tilerank.runtime.lead.engine import Engine, Request
+from tilerank.runtime.lead.head_drafts import HeadDrafts
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Step
@@ -62,7 +65,8 @@ def digest(logits: Tensor) -> str:
 
 
 def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:
-    """Run `act` on rank 0; return on every rank the number of rows and a hash of the logits of every step."""
+    """Run `act` on rank 0; return on every rank the number of rows and a hash of the logits of every step, and hashes
+    of those of the draft head after it."""
     seen: list[str] = []
     run = worker.run
 
@@ -72,6 +76,15 @@ def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:
         return logits
 
     worker.run = watched  # type: ignore[method-assign]
+    head = worker._drafts
+    if head is not None:
+        choose = head._argmax
+
+        def chosen(logits: Tensor) -> list[int]:
+            seen[-1] += f" {digest(logits)}"
+            return choose(logits)
+
+        head._argmax = chosen  # type: ignore[method-assign]
     if worker.team.group.rank == 0:
         act(Engine(worker))
         worker.stop()
@@ -82,6 +95,8 @@ def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:
 
 DECODING = (22, 17, 16, 9, 8, 5, 4, 3, 2, 1)
 """The requests of each step that decodes: every padded size, full and as empty as can be."""
+DRAFTING = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Families whose tiny checkpoints have a draft head."""
 
 
 def generate(engine: Engine) -> list[tuple[int, int]]:
@@ -90,6 +105,8 @@ def generate(engine: Engine) -> list[tuple[int, int]]:
     A second round puts other sequences into the rows and pages of the first.
     """
     events = []
+    if engine.worker._drafts is not None:
+        engine.drafting = Drafting(HeadDrafts(engine.worker), engine.scheduler, NoDrafts())
     for seed in range(2):
         draw = torch.Generator().manual_seed(seed)
         requests = []
@@ -167,6 +184,7 @@ def compare(team: Team, *, models: list[str], kv_split: KVSplit = "auto") -> lis
                         kv_split=kv_split,
                         states=DECODING[0] + 6,  # some of the snapshots have to go
                         eager=eager,
+                        draft_head=Path(model).name in DRAFTING,
                     ),
                 )
                 with watched_replays() as sizes:

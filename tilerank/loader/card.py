@@ -41,7 +41,8 @@ class ModelCard:
     dtype: one of DTYPES, in which the weights were published. quantization: how the checkpoint stores its
     projections, by the headers of its files; None for floats. fields: all of config.json, for the family, with the
     flags that the tensors show. overruled: a sentence for each flag that config.json has otherwise. pooling: how it
-    embeds texts or scores pairs of them; None for a model that generates text.
+    embeds texts or scores pairs of them; None for a model that generates text. draft_head: whether it drafts with the
+    multi-token-prediction head of its checkpoint, which is not loaded otherwise.
 
     A model with a vision tower has the fields of its language model in `text_config`, which Qwen3-Omni nests in
     `thinker_config`; `text` returns those.
@@ -57,6 +58,7 @@ class ModelCard:
     fields: Fields = field(repr=False, compare=False)
     overruled: tuple[str, ...] = ()
     pooling: Pooling | None = None
+    draft_head: bool = False
 
     @property
     def text(self) -> Fields:

@@ -37,6 +37,13 @@ class AllDrafts(DraftCounts):
         return [len(proposal.tokens) for _, proposal in proposals]
 
 
+class NoDrafts(DraftCounts):
+    """No draft is checked."""
+
+    def choose(self, proposals: abc.Sequence[tuple[Sequence, Proposal]], rows: int) -> list[int]:
+        return [0] * len(proposals)
+
+
 class KnownTexts(DraftSource):
     """Drafts the texts that are known to follow prompts. vocab: of the model."""
 

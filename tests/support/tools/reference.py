@@ -5,7 +5,8 @@
 JOB.json: {"out": directory, "models": {name: {"by": module, "family", "seed", ...}}, "new_tokens": n}. For every model it makes the checkpoint `out/<name>`, unless it is there ("resaved": as transformers 5 saves
 it), and writes `out/<name>.safetensors`, what the function `reference` of the module returns. That has, for prompt p:
 `p.token_ids` (the prompt and n greedy tokens of fp32), `p.float32` and `p.bfloat16`, the logits [tokens, vocab] of one
-forward pass in that dtype, as fp32. If the model takes media, for medium i: `media.i.frames` uint8, `media.i.grid`,
+forward pass in that dtype, as fp32; with a multi-token-prediction head also `p.draft` and `p.drafts` (reference_mtp.py).
+If the model takes media, for medium i: `media.i.frames` uint8, `media.i.grid`,
 `media.i.float32` and `media.i.bfloat16`, the levels of its encoding; and `p.media`, the numbers of the media of prompt p
 (empty: text alone).
 """

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import reference_mtp
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -58,7 +59,11 @@ def reference(model_dir: Path, new_tokens: int, job: dict[str, Any]) -> dict[str
                 answer[f"{i}.token_ids"] = model.generate(
                     ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, pad_token_id=0
                 )[0]
-            logits = model(answer[f"{i}.token_ids"][None]).logits[0]
+            ids = answer[f"{i}.token_ids"]
+            if dtype is torch.float32:
+                found = reference_mtp.drafts(model, model_dir, ids)
+                answer |= {f"{i}.{name}": x for name, x in found.items()}
+            logits = model(ids[None]).logits[0]
             answer[f"{i}.{str(dtype).removeprefix('torch.')}"] = logits.float()
     if (inputs := job.get("int8_inputs")) is not None:
         model.set_experts_implementation("eager")  # by products, which the mode sees

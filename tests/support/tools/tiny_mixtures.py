@@ -85,5 +85,6 @@ def fam_qwen3_next(a):
         pre = f"model.layers.{d.layers - 1}."
         o = {"mtp.layers.0." + n[len(pre):]: torch.randn(x.shape, generator=g) * 0.05 for n, x in sd.items() if n.startswith(pre)}
         o["mtp.fc.weight"] = torch.randn(d.hidden, 2 * d.hidden, generator=g) * 0.05
+        for k in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"): o[f"mtp.{k}.weight"] = torch.randn(d.hidden, generator=g) * 0.1
         return o
     return dict(style="qwen", d=d, config=c, ids=ids, cls="Qwen3NextForCausalLM", tied=False, zero_centred=True, rename=split_experts, mtp=mtp)

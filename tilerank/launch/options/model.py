@@ -49,7 +49,7 @@ class ModelOptions:
     of the activations that int4 weights are multiplied with. context_length:
     tokens of a request (default: the model's). cached_tokens: size of the KV cache (default: what `mem_fraction` of the
     memory leaves room for). mm_cache_bytes: what encoded media may take on each rank, if the model takes any. family:
-    the options of its family.
+    the options of its family. speculative: which drafts are made.
     """
 
     dtype: str = "auto"
@@ -63,6 +63,12 @@ class ModelOptions:
     mem_fraction: float = DEFAULT_FRACTION
     mm_cache_bytes: int = 0
     family: FamilyOptions = field(default_factory=dict)
+    speculative: Speculative = "off"
+
+    @property
+    def draft_head(self) -> bool:
+        """Whether the multi-token-prediction head of the checkpoint is loaded."""
+        return self.speculative == "mtp"
 
     def torch_dtype(self, card: ModelCard) -> "torch.dtype":
         """Return the dtype of activations and unquantised weights.
@@ -108,6 +114,7 @@ class ModelOptions:
             cached_tokens=self.cached_tokens or expected_tokens(self.context_length or card.context_length),
             source_bytes=self.mm_cache_bytes // 2,
             family_options=self.family,
+            draft_head=self.draft_head,
         )
 
 
@@ -137,6 +144,7 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
         mem_fraction=args.mem_fraction_static,
         mm_cache_bytes=int(args.mm_cache_gib * (1 << 30)),
         family={name: value for name, value in given.items() if value is not None},
+        speculative=args.speculative,
     )
 
 
@@ -160,13 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_format_arguments(model, "auto: the checkpoint's")
     add_cut_arguments(model, "heads that do not divide: padded, split unevenly, or whichever reads fewer bytes")
     _add_cache_arguments(model)
-    model.add_argument(
-        "--speculative",
-        choices=get_args(Speculative),
-        default="off",
-        help="draft tokens that are then checked together, which changes no text: ngram: those that followed the same "
-        "tokens before; auto: from every source that there is for the model (default: off)",
-    )
+    add_draft_argument(model)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +178,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_format_arguments(parser, "of the weights")
     _add_cache_arguments(parser, "--cached-tokens", low=0)
+    add_draft_argument(parser)
+
+
+def add_draft_argument(parser: argparse._ActionsContainer) -> None:
+    """Add --speculative."""
+    parser.add_argument(
+        "--speculative",
+        choices=get_args(Speculative),
+        default="off",
+        help="draft tokens that are then checked together, which changes no text: ngram: those that followed the same "
+        "tokens before; mtp: those of the multi-token-prediction head of the checkpoint, which is loaded for it; "
+        "auto: as ngram (default: off)",
+    )
 
 
 def gib(text: str) -> float:
@@ -184,12 +199,13 @@ def gib(text: str) -> float:
 
 
 def set_default_sizes(parser: argparse.ArgumentParser) -> None:
-    """Set the sizes that `model_options` reads, for commands without options for them."""
+    """Set the sizes and the drafts that `model_options` reads, for commands without options for them."""
     parser.set_defaults(
         context_length=None,
         max_total_tokens=None,
         mem_fraction_static=DEFAULT_FRACTION,
         mm_cache_gib=MM_CACHE_BYTES / (1 << 30),
+        speculative="off",
     )
 
 

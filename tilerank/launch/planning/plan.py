@@ -120,6 +120,7 @@ def sharded_models(card: ModelCard, tp: int, options: ModelOptions, here: range 
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model
 
+    card = dataclasses.replace(card, draft_head=options.draft_head)
     dtype, kv_dtype, kv_split = options.torch_dtype(card), options.torch_kv_dtype(card), options.kv_split
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
     expected = _expected_tokens(card, options)
@@ -199,5 +200,6 @@ def model_bytes(card: ModelCard, options: ModelOptions) -> ModelBytes:
 
     dtype = options.torch_dtype(card)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
+    card = dataclasses.replace(card, draft_head=options.draft_head)
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats))
     return ModelBytes(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))

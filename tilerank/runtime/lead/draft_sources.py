@@ -6,16 +6,22 @@ from collections.abc import Callable, Mapping
 from ..protocol.speculative import Speculative
 from ..rank.worker import Worker
 from .drafts import DraftSource
+from .head_drafts import HeadDrafts
 from .ngrams import NgramDrafts
 
 log = logging.getLogger(__name__)
 
-_SOURCES: Mapping[Speculative, Callable[[], DraftSource]] = {"auto": NgramDrafts, "ngram": NgramDrafts}
+_SOURCES: Mapping[Speculative, tuple[Callable[[Worker], DraftSource], str]] = {
+    "auto": (lambda _: NgramDrafts(), "tokens that texts repeat"),
+    "ngram": (lambda _: NgramDrafts(), "tokens that texts repeat"),
+    "mtp": (HeadDrafts, "tokens of the multi-token-prediction head"),
+}
 
 
 def draft_source(speculative: Speculative, worker: Worker) -> DraftSource | None:
     """Return the source of drafts that is asked for, None for none, and log which one it is."""
     if speculative == "off" or worker.card.pooling is not None:
         return None
-    log.info("tokens that texts repeat are drafted where that pays")
-    return _SOURCES[speculative]()
+    source, tokens = _SOURCES[speculative]
+    log.info("%s are drafted where that pays", tokens)
+    return source(worker)

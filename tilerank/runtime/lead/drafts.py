@@ -32,6 +32,10 @@ class DraftSource(ABC):
     def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[Proposal]:
         """Return for each sequence up to `most` tokens. Called between steps, which wait for it."""
 
+    def follow(self, scheduled: Scheduled) -> None:
+        """A step was computed, and its sequences have the tokens that were chosen."""
+        return
+
 
 class Drafting:
     """Adds drafts to decode steps. source: None for none. drafted, accepted: tokens since the start."""
@@ -79,6 +83,8 @@ class Drafting:
             self._counts.learn(sequence, proposal, sequence.tokens[starts[sequence] + 1 :])
         if self._rows:
             self._counts.time(self._rows, time.perf_counter() - self._began)
+        if self._source is not None:
+            self._source.follow(scheduled)
 
     def report(self, state: EngineState) -> None:
         """Set the fields of `state` that are about drafts."""

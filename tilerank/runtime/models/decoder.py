@@ -30,7 +30,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..step.batch import Batch, LogitRows
 from ..step.cache import Budget, Cache, CacheSpec
-from ..step.model import Encoder, Model
+from ..step.model import DraftHead, Encoder, KeptStates, Model
 from ..step.rope import RopeTable, Rotation
 from .per_layer_inputs import PerLayerInput, PerLayerInputs
 from .stream import Stream
@@ -45,8 +45,8 @@ class DecoderNames:
     one for each layer. mixer_norm, mlp_norm: None in a family without norms before the mixer and the MLP.
     mixer_post_norm, mlp_post_norm: None in a family without norms after them. scale: None in a family without a factor
     of the stream. left_out: beginnings of the names of tensors that the model does not use; layers whose tensors are
-    left out are not built. drafts: the checkpoint may have layers after the last, which predict several tokens at once
-    and are not used.
+    left out are not built. drafts: the checkpoint may have layers after the last, which predict several tokens at once;
+    all but those of a draft head are not used.
     """
 
     embedding: str = "model.embed_tokens"
@@ -142,6 +142,7 @@ class RowGate(Layer):
         """Change x[t, hidden], this rank's part of a sum over the ranks, in place."""
 
 
+@dataclass(eq=False)
 class DecoderLayer(Layer):
     """A mixer and an MLP, each after a norm, if it has one.
 
@@ -150,27 +151,15 @@ class DecoderLayer(Layer):
     of the layer, if it has any.
     """
 
-    def __init__(
-        self,
-        mixer_norm: RMSNorm | None,
-        mixer: Mixer[Any],
-        mixer_post_norm: RMSNorm | None,
-        mlp_norm: RMSNorm | None,
-        mlp: MLP,
-        mlp_post_norm: RMSNorm | None,
-        mlp_gate: RowGate | None,
-        input: PerLayerInput | None,
-        scale: WholeParameter | None,
-    ) -> None:
-        self.mixer_norm = mixer_norm
-        self.mixer = mixer
-        self.mixer_post_norm = mixer_post_norm
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.mlp_post_norm = mlp_post_norm
-        self.mlp_gate = mlp_gate
-        self.input = input
-        self.scale = scale
+    mixer_norm: RMSNorm | None
+    mixer: Mixer[Any]
+    mixer_post_norm: RMSNorm | None
+    mlp_norm: RMSNorm | None
+    mlp: MLP
+    mlp_post_norm: RMSNorm | None
+    mlp_gate: RowGate | None
+    input: PerLayerInput | None
+    scale: WholeParameter | None
 
 
 class DecoderLayers(Layer):
@@ -290,7 +279,7 @@ class DecoderLayers(Layer):
                 stream.insert(*inserted)
                 x = stream.normed(next_norm)
         if asked is not None:
-            asked.set(asked.among(range(last + 1, last + 2)), x, is_cut=True)
+            asked.set(asked.among(range(last + 1, last + 2)), x, is_cut=len(x) == len(asked.own))
         return x
 
 
@@ -310,6 +299,7 @@ class Decoder(DecoderLayers, Model):
         *,
         mlp_gate: Callable[[int], RowGate | None] = lambda _: None,
         inputs: PerLayerInputs | None = None,
+        draft_head: DraftHead | None = None,
         spare_ids: int = 0,
         embedding_factor: float = 1.0,
         logits_cap: float | None = None,
@@ -333,7 +323,7 @@ class Decoder(DecoderLayers, Model):
         if not self._has_head:
             name = self._tied or names.embedding
             self.embedding = VocabParallelEmbedding(name, vocab + spare_ids, hidden, sharding)
-            self.head = _unchanged
+            self.head = lambda x: x
         elif self._tied is not None:
             self.embedding = TiedEmbedding(self._tied, vocab, hidden, sharding, spare_ids=spare_ids)
             self.head = self.embedding.logits
@@ -342,6 +332,7 @@ class Decoder(DecoderLayers, Model):
             self.head = ParallelLMHead(names.head, hidden, vocab, sharding)
         super().__init__(config, card.context_length, sharding, names, mixer, mlp, mlp_gate, inputs)
         self.encoder = encoder
+        self.draft_head = draft_head
         self.position_axes = config.rope.axes
         self.spare_ids = spare_ids
         self._embedding_factor = embedding_factor
@@ -349,16 +340,27 @@ class Decoder(DecoderLayers, Model):
         self.whole_texts = any(layer.mixer.both_sides for layer in self.layers)
         self.reach = max(layer.mixer.reach for layer in self.layers)
 
+    def cache_specs(self) -> list[CacheSpec]:
+        return super().cache_specs() + ([] if self.draft_head is None else [self.draft_head.cache_spec])
+
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> Tensor:
         x, inserts = self.embedding(batch.token_ids), batch.inserts
         if self._embedding_factor != 1.0:
             ops.scale_(x, self._embedding_factor)
         if inserts is not None:
             ops.put_rows_(x, inserts.rows, inserts.values)
-        logits = self.head(self.hidden(x, batch, caches))
+        if self.draft_head is None:
+            x = self.hidden(x, batch, caches)
+        else:
+            x = self.draft_head.keep(self.hidden(x, replace(batch, logit_rows=None), caches), batch.logit_rows)
+        logits = self.head(x)
         if self._logits_cap is not None:
             ops.soft_cap_(logits, self._logits_cap)
         return logits
+
+    def draft(self, batch: Batch, rows: KeptStates, caches: Sequence[Cache]) -> Tensor:
+        assert self.draft_head is not None
+        return self.head(self.draft_head(self.embedding(batch.token_ids), rows, batch, caches[-1]))
 
     @property
     def head_module(self) -> str:
@@ -376,7 +378,7 @@ class Decoder(DecoderLayers, Model):
             layer.mixer.store_source(rows, ropes[rope], slots, cache)
 
     def cost_without_logits(self) -> Cost:
-        if self._stored < len(self.layers):
+        if self._stored < len(self.layers) or self.draft_head is not None:
             return Cost.total(layer.cost() for layer in self.layers[: self._stored])
         *layers, last = self.layers
         return Cost.total([*(layer.cost() for layer in layers), last.cost_of_caching()])
@@ -385,6 +387,8 @@ class Decoder(DecoderLayers, Model):
         repeats = self._tied == self._names.embedding and name == f"{self._names.head}.weight"
         unused = () if self._has_head else (f"{self._names.head}.", "score.")
         is_spare = name.endswith(".rotary_emb.inv_freq") or repeats or name.startswith(unused)
+        if self.draft_head is not None and name.startswith(self.draft_head.module):
+            return is_spare or name.startswith(self.draft_head.left_out)
         is_draft = self._names.drafts and self._names.is_after(name, self._num_layers)
         return is_spare or is_draft or name.startswith(self._names.left_out)
 
@@ -394,7 +398,3 @@ def _stored_names(names: DecoderNames, model_dir: Path) -> DecoderNames:
     tensors = stored_tensors(model_dir) or {}
     is_base = f"{names.embedding.removeprefix('model.')}.weight" in tensors
     return names.of_base_model() if is_base else names
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x

@@ -1,5 +1,6 @@
 """DeepSeek-V3 and V3.1 (arXiv 2412.19437), DeepSeek-R1, Kimi-K2 and GLM-4.7-Flash: latent attention and a mixture of
-experts, whose router computes sigmoids. GLM-4.5 and MiniMax-M2 have the same mixture.
+experts, whose router computes sigmoids. GLM-4.5 and MiniMax-M2 have the same mixture. The layer after the last, which
+GLM-4.5 has as well, is a multi-token-prediction head (mtp.py).
 
 mlp(x) = shared(x) + sum over the chosen experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x))
 """
@@ -23,6 +24,7 @@ from tilerank.parallel.sharding import Sharding
 from .decoder import Decoder, DecoderNames, FeedForward
 from .gated_mlp import GatedMLP
 from .latent_attention import LatentAttention, LatentConfig
+from .mtp import MTPHead, names_after_last
 from .qwen_moe import read_expert_count
 from .text_config import MAX_WIDTH, TextConfig, read_text_config
 
@@ -182,7 +184,8 @@ class DeepseekDecoder(Decoder):
             return LatentAttention(name, text.hidden_size, text.num_heads, latent, sharding)
 
         mlp = routed_mlps(text, routed, sharding)
-        super().__init__(card, text, sharding, DecoderNames(drafts=True), mixer, mlp)
+        head = MTPHead(card, text, sharding, names_after_last(text.num_layers), mixer, mlp) if card.draft_head else None
+        super().__init__(card, text, sharding, DecoderNames(drafts=True), mixer, mlp, draft_head=head)
         self.expands = latent.expands
         first = self.layers[0].mixer
         assert isinstance(first, LatentAttention)

@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): grouped-query attention, and the mixture of experts of DeepSeek-V3.
 
-The first half of the dimensions of a head is rotated. GLM-4.5-Air does not normalise heads. Layers after the last,
-which predict several tokens at once, are not used.
+The first half of the dimensions of a head is rotated. GLM-4.5-Air does not normalise heads. The layer after the last is
+a multi-token-prediction head (mtp.py).
 """
 
 from tilerank.loader.card import ModelCard
@@ -10,6 +10,7 @@ from tilerank.parallel.sharding import Sharding
 from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames
 from .deepseek import read_routed_config, routed_mlps
+from .mtp import MTPHead, names_after_last
 from .text_config import read_text_config
 
 _ROTATED_PART = 0.5
@@ -25,7 +26,8 @@ def glm4_moe(card: ModelCard, sharding: Sharding) -> Decoder:
         return SelfAttention(name, c, sharding, qkv_bias=bias, out_bias=False, head_norms=head_norms)
 
     mlp = routed_mlps(c, read_routed_config(fields, c.num_layers), sharding)
-    return Decoder(card, c, sharding, DecoderNames(drafts=True), mixer, mlp)
+    head = MTPHead(card, c, sharding, names_after_last(c.num_layers), mixer, mlp) if card.draft_head else None
+    return Decoder(card, c, sharding, DecoderNames(drafts=True), mixer, mlp, draft_head=head)
 
 
 MODELS = {"glm4_moe": glm4_moe}

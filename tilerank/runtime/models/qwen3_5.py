@@ -7,7 +7,8 @@ nets. The mixture adds a shared expert:
 
     mlp(x) = sum over the chosen experts e of weight_e * e(x) + sigmoid(x w) * shared(x)
 
-and always scales the weights of the chosen experts to a sum of one. The head for several tokens (`mtp.*`) is not used.
+and always scales the weights of the chosen experts to a sum of one. `mtp.*` is a multi-token-prediction head (mtp.py),
+whose layer has self-attention.
 
 Qwen3-Next stores experts one by one, and the projections of delta nets grouped by key heads, all or some of them. It
 scales the weights of experts only with `norm_topk_prob`.
@@ -29,6 +30,7 @@ from .attention import SelfAttention
 from .decoder import Decoder, DecoderNames, FeedForward, Mixer
 from .delta_net import GatedDeltaNet
 from .gated_mlp import dense_mlps
+from .mtp import MTPHead, MTPNames
 from .qwen3_vl import vision_tower
 from .qwen_moe import read_experts_config, sparse_mlps
 from .text_config import MAX_HEADS, MAX_WIDTH, TextConfig, read_layer_types, read_text_config
@@ -37,6 +39,14 @@ _DELTA_NET = "linear_attention"
 _ROTATED_PART = 0.25
 _SECTIONS: Sections = (11, 11, 10)
 _PUBLISHED, _TEXT_ALONE = "model.language_model", "model"
+_MTP = MTPNames(
+    "mtp.",
+    "mtp.layers.0",
+    "mtp.pre_fc_norm_embedding",
+    "mtp.pre_fc_norm_hidden",
+    "mtp.fc",
+    "mtp.norm",
+)
 
 
 def qwen3_5(card: ModelCard, sharding: Sharding) -> Decoder:
@@ -90,7 +100,7 @@ def _decoder(
     """mlp: makes those of a layer. grouped: as in GatedDeltaNet."""
     text = card.text
     _refuse_unsupported(text)
-    kinds = _layer_kinds(text, c.num_layers)
+    kinds = [*_layer_kinds(text, c.num_layers), FULL_ATTENTION]  # the last is that of the draft head
     heads, conv_width = _delta_heads(text), text.integer("linear_conv_kernel_dim", 1, MAX_CONV_WIDTH)
     bias = text.flag("attention_bias")
     sees = card.fields.has("vision_config")
@@ -105,11 +115,12 @@ def _decoder(
         embedding=f"{prefix}.embed_tokens",
         norm=f"{prefix}.norm",
         layer=f"{prefix}.layers.{{}}",
-        mixer=["linear_attn" if kind == _DELTA_NET else "self_attn" for kind in kinds],
+        mixer=["linear_attn" if kind == _DELTA_NET else "self_attn" for kind in kinds[:-1]],
         left_out=("mtp.",) if sees else ("mtp.", "model.visual."),
     )
     tower = vision_tower(card, c, sharding, deepstack=False) if sees else None
-    return Decoder(card, c, sharding, names, mixer, mlp, tower)
+    head = MTPHead(card, c, sharding, _MTP, mixer, mlp) if card.draft_head else None
+    return Decoder(card, c, sharding, names, mixer, mlp, tower, draft_head=head)
 
 
 def _layer_kinds(c: Fields, num_layers: int) -> list[str]:

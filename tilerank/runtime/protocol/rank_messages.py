@@ -81,6 +81,18 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hidden_layers: list[int] = []
 
 
+class Draft(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Run the draft head over the last step (step/model.py: DraftHead).
+
+    chunks: sequences of that step. The tokens are those after the tokens of the first rows of the sequence there, with
+    the positions and indices of these rows. Chunks with logits draft the tokens after their last: as many as `counts`
+    says.
+    """
+
+    chunks: list[Chunk]
+    counts: list[int]
+
+
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Start to encode `medium` as encoding `number`, in place of an encode that is not complete.
 
@@ -133,7 +145,18 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Message = (
-    Step | SpeechStep | Encode | Frames | EncodePiece | StopEncode | StoreSource | KeepPages | LoadPages | Count | Stop
+    Step
+    | Draft
+    | SpeechStep
+    | Encode
+    | Frames
+    | EncodePiece
+    | StopEncode
+    | StoreSource
+    | KeepPages
+    | LoadPages
+    | Count
+    | Stop
 )
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

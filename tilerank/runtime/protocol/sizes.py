@@ -13,6 +13,9 @@ MAX_RUNNING = 256
 PREFILL_CHUNK = 2048
 """Prompt tokens of a step. It bounds the memory of activations, and the time that running sequences wait."""
 
+KEPT_ROWS = PREFILL_CHUNK + 2 * MAX_RUNNING
+"""Hidden states that a draft head keeps: those of a step, and further ones for rows of padding."""
+
 KV_DIR_BYTES = 64 << 30
 """The most bytes of the pages that are kept in files (rank/page_files.py) by default, on all ranks together."""
 

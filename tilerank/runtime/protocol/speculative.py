@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-Speculative = Literal["auto", "off", "ngram"]
-"""auto: from every source that there is for the model. ngram: from what texts repeat."""
+Speculative = Literal["auto", "off", "ngram", "mtp"]
+"""ngram, auto: what followed the same tokens before. mtp: by the multi-token-prediction head of the checkpoint."""

@@ -36,6 +36,7 @@ class RankConfig:
     talker_tokens: in the cache of the talker, if the model speaks.
     kv_dir: where pages of the cache are kept in files; None: nowhere. kv_dir_bytes: at most, of all ranks together.
     family_options: those of the model's family.
+    draft_head: load the multi-token-prediction head of the checkpoint, which drafts tokens (models/mtp.py).
     eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
     """
 
@@ -54,4 +55,5 @@ class RankConfig:
     kv_dir: Path | None = None
     kv_dir_bytes: int = KV_DIR_BYTES
     family_options: FamilyOptions = field(default_factory=dict)
+    draft_head: bool = False
     eager: bool = False

@@ -23,7 +23,10 @@ Builder = Callable[[ModelCard, Sharding], Model]
 
 def build_model(card: ModelCard, sharding: Sharding) -> Model:
     """Build the model of a card; nothing is allocated. Raises ConfigError or ShardError."""
-    return _builders()[card.model_type](card, sharding)
+    model = _builders()[card.model_type](card, sharding)
+    if card.draft_head and model.draft_head is None:
+        raise card.fields.fail("model_type", "a family with multi-token-prediction heads for --speculative mtp")
+    return model
 
 
 def read_supported_card(model_dir: Path, options: FamilyOptions = NO_OPTIONS) -> ModelCard:

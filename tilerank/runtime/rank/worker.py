@@ -32,7 +32,18 @@ from tilerank.parallel.sharding import Sharding
 
 from ..protocol import rank_messages
 from ..protocol.errors import EngineError
-from ..protocol.rank_messages import Count, Encode, EncodePiece, Frames, Message, Step, Stop, StopEncode, StoreSource
+from ..protocol.rank_messages import (
+    Count,
+    Draft,
+    Encode,
+    EncodePiece,
+    Frames,
+    Message,
+    Step,
+    Stop,
+    StopEncode,
+    StoreSource,
+)
 from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK, STATE_DRAFTS, num_states, num_window_tokens
 from ..protocol.speech_messages import SpeechStep
 from ..step.batch import BatchFiller, BatchLimits, RankSequence
@@ -55,6 +66,7 @@ from ..step.model import Encoder
 from ..step.rank_encodings import RankEncodings
 from ..step.step_graphs import StepGraphs
 from .counters import RankCounters, StepCounter
+from .draft_rank import DraftRank
 from .page_store import PageStore, open_page_files
 from .rank_config import RankConfig
 from .registry import build_model, read_supported_card
@@ -74,7 +86,7 @@ class Worker:
         self.model_dir = model_dir
         self.team = team
         self.dtype = config.dtype
-        card = read_supported_card(model_dir, config.family_options)
+        card = replace(read_supported_card(model_dir, config.family_options), draft_head=config.draft_head)
         self.card = _with_context_length(card, config.context_length)
         self.max_total_tokens = config.max_total_tokens or expected_tokens(self.card.context_length)
         self.pages = num_pages(self.max_total_tokens)
@@ -150,6 +162,10 @@ class Worker:
         self.hidden_states: Mapping[int, Tensor] = {}
         """The hidden states of the last step (HiddenRows.states), valid as long as its logits."""
         self._encodings = RankEncodings(self._model.encoder)
+        self._drafts: DraftRank | None = None
+        if self._model.draft_head is not None:
+            graphs = self._step_graphs() if self._graphs else None
+            self._drafts = DraftRank(self._model, self._caches, limits, graphs)
         self.speech: SpeechRank | None = None
         """Computes speech; None if the model does not speak."""
         if self._model.speaker is not None:
@@ -198,7 +214,7 @@ class Worker:
     @property
     def layers(self) -> int:
         """The number of layers of the decoder."""
-        return len(self._model.cache_specs())
+        return len(self._model.cache_specs()) - (self._model.draft_head is not None)
 
     @property
     def head_module(self) -> str:
@@ -235,6 +251,8 @@ class Worker:
             match message:
                 case Step():
                     self.run(message)
+                case Draft():
+                    self.draft(message)
                 case SpeechStep():
                     self.speak(message)
                 case EncodePiece():
@@ -284,6 +302,8 @@ class Worker:
         for source, target in step.state_copies:
             for states in self._states:
                 states.copy(source, target)
+        if self._drafts is not None:
+            self._drafts.begin(step)
         logits = self._forward(separate_drafts(step))
         for chunk in step.chunks:
             self._held[chunk.sequence].state_tokens = chunk.start + len(chunk.token_ids) - chunk.drafts
@@ -291,6 +311,12 @@ class Worker:
             self._held[seen.sequence].source.visible = seen.rows[-1][1:]
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
+
+    def draft(self, message: Draft) -> list[list[int]]:
+        """Return the tokens that each chunk drafts: as many as the message says, or less where the pages of its
+        sequence end. All ranks call this with the same message."""
+        assert self._drafts is not None
+        return self._drafts.run(message, self._held)
 
     def speak(self, step: SpeechStep) -> SpeechOutputs:
         """Compute a step of speech. All ranks call this with the same step."""

@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from tilerank.parallel.cost import Cost
 from tilerank.parallel.parameters import Layer
 
-from .batch import Batch, BatchContent
+from .batch import Batch, BatchContent, LogitRows
 from .cache import Cache, CacheSpec, has_states
 from .latent_forms import ContextPart, Expands
 from .speaker import Speaker
@@ -52,6 +53,51 @@ class Encoder(Layer):
         return Cost()
 
 
+@dataclass(frozen=True)
+class KeptStates:
+    """The kept hidden states that a pass of a draft head takes.
+
+    read: [t] int64, those of the rows of the batch. replaced: [m] int64, those of the rows with logits, none twice,
+    which the pass replaces with its own, so that the next pass goes on from them.
+    """
+
+    read: Tensor
+    replaced: Tensor
+
+
+class DraftHead(Layer):
+    """Drafts the token after the next one, from the hidden state of a token and the embedding of the next; cut over the
+    ranks.
+
+    cache_spec: what it keeps of a sequence, at the index of the first of the two tokens. module: with this begin the
+    names of its tensors in a checkpoint, of which it does not use those that begin with one of `left_out`.
+    """
+
+    cache_spec: CacheSpec
+    module: str
+    left_out: tuple[str, ...] = ()
+
+    def cost(self) -> Cost:
+        """Nothing: a step of the decoder does not run it."""
+        return Cost()
+
+    def cost_of_caching(self) -> Cost:
+        return Cost()
+
+    @abstractmethod
+    def keep(self, hidden: Tensor, only: LogitRows | None) -> Tensor:
+        """Keep the rows after the model's last norm, [t, hidden], until the next step, in place of those kept before.
+        Returns those with logits."""
+
+    @abstractmethod
+    def __call__(self, embedded: Tensor, rows: KeptStates, batch: Batch, cache: Cache) -> Tensor:
+        """Return the rows whose logits are computed, [m, hidden], and keep them in place of those that they came from.
+
+        embedded: [t, hidden], the tokens after those of the rows, which is overwritten. batch: has these tokens, and
+        the positions and slots of the tokens before them.
+        """
+
+
 class Model(Layer):
     """A whole model, cut as its sharding says. Weights exist after `allocate()`.
 
@@ -60,6 +106,7 @@ class Model(Layer):
         They are never generated.
     encoder: of media; None for a model that takes text only.
     speaker: None for a model that does not speak.
+    draft_head: None for a model that does not draft.
     expands: decides for which sequences latent attention computes keys and values (latent_forms.py); None for a model
         without latent attention.
     context_part: the part of every context that this rank reads; None if each rank reads whole contexts.
@@ -70,6 +117,7 @@ class Model(Layer):
     spare_ids: int = 0
     encoder: Encoder | None = None
     speaker: Speaker | None = None
+    draft_head: DraftHead | None = None
     expands: Expands | None = None
     context_part: ContextPart | None = None
     whole_texts: bool = False
@@ -77,7 +125,7 @@ class Model(Layer):
 
     @abstractmethod
     def cache_specs(self) -> list[CacheSpec]:
-        """Return what each layer keeps between steps, in the order of `forward`'s caches."""
+        """Return what each layer keeps between steps, in the order of `forward`'s caches; that of a draft head last."""
 
     def batch_content(self) -> BatchContent:
         """Return what its batches hold."""
@@ -99,6 +147,14 @@ class Model(Layer):
         or scores texts returns these rows after the last norm, [m, hidden].
 
         Calls kernels and makes views, and never reads values: steps are recorded (kernels/graph.py).
+        """
+
+    @abstractmethod
+    def draft(self, batch: Batch, rows: KeptStates, caches: Sequence[Cache]) -> Tensor:
+        """Return fp32 logits [m, vocab] of the draft head, as `forward` does, for the token after each of
+        `batch.token_ids`.
+
+        rows, batch: as in DraftHead. caches: as in `forward`.
         """
 
     @property

@@ -1,0 +1,104 @@
+"""The draft heads of checkpoints: what is read of them, what they hold, and which models have none.
+
+test_conformance.py compares their logits and drafts with transformers, test_step_graphs.py recorded passes with eager
+ones.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_configs import write_config
+from safetensors.torch import load_file, save_file
+from tiny import make_checkpoint
+
+from tilerank.launch.bench.public import public_config
+from tilerank.loader.card import read_card
+from tilerank.loader.checkpoint import Checkpoint
+from tilerank.loader.errors import CheckpointError, ConfigError
+from tilerank.loader.weights import load_weights
+from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.protocol.sizes import KEPT_ROWS
+from tilerank.runtime.rank.registry import build_model
+from tilerank.runtime.step.cache import bytes_per_token
+from tilerank.runtime.step.model import Model
+
+TINY: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"hidden": 96, "inter": 104, "layers": 2, "experts": 8, "moe_inter": 48, "vocab": 400},
+    "glm4_moe": {"hidden": 96, "inter": 104, "layers": 2, "vocab": 400},
+    "qwen3_5_moe": {"hidden": 96, "layers": 4, "experts": 4, "moe_inter": 48, "vocab": 400},
+}
+
+
+@pytest.fixture(params=TINY, ids=str)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_checkpoint(request.param, tmp_path, **TINY[request.param])
+
+
+def built(model_dir: Path, *, draft_head: bool) -> Model:
+    return build_model(replace(read_card(model_dir), draft_head=draft_head), Sharding(0, 1, torch.bfloat16, None))
+
+
+def load(model: Model, model_dir: Path) -> None:
+    load_weights(model, Checkpoint(model_dir), ignore=model.ignore, progress=False)
+
+
+def test_a_head_is_read_only_if_it_is_used(checkpoint: Path) -> None:
+    plain, drafting = (built(checkpoint, draft_head=used) for used in (False, True))
+    for model in (plain, drafting):
+        load(model, checkpoint)
+    names = [{rectangle.name for rectangle in model.rectangles()} for model in (plain, drafting)]
+    head = drafting.draft_head
+    assert head is not None
+    of_head = {name for name in names[1] if name.startswith(head.module)}
+    assert names[1] - names[0] == of_head and len(of_head) > 10
+    # All of the head is read but its copies of the embedding and the output head of the model.
+    ignored = {
+        name for name in Checkpoint(checkpoint).tensors if name.startswith(head.module) and drafting.ignore(name)
+    }
+    copies = {"embed_tokens.weight", "shared_head.head.weight"} if "deepseek" in checkpoint.name else set[str]()
+    assert ignored == {f"{head.module}{name}" for name in copies}
+    # A layer more of the cache; the projection from twice the hidden size, and the hidden states of a step, in bf16.
+    specs = [model.cache_specs() for model in (plain, drafting)]
+    assert len(specs[1]) == len(specs[0]) + 1 and bytes_per_token(specs[1]) > bytes_per_token(specs[0])
+    assert drafting.nbytes() - plain.nbytes() > 2 * 96 * (2 * 96 + KEPT_ROWS)
+
+
+def test_a_head_that_is_not_whole_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """A tensor that is missing, one that the model has no place for, and a checkpoint that has lost all of the head."""
+    head, stored = built(checkpoint, draft_head=True).draft_head, Checkpoint(checkpoint)
+    assert head is not None
+    norm = next(name for name in stored.tensors if name.startswith(head.module) and "input_layernorm" in name)
+    tensors = {name: x for file in checkpoint.glob("*.safetensors") for name, x in load_file(file).items()}
+    write_config(tmp_path, {}, dict(read_card(checkpoint).fields.values))
+    without = {name: x for name, x in tensors.items() if name != norm}
+    more, lost = f"{norm}_2", {name: x for name, x in tensors.items() if not name.startswith(head.module)}
+    for changed, sentence in (
+        (without, f"the model needs tensor {norm}, found in no file"),
+        (tensors | {more: tensors[norm].clone()}, f"the model has no place for tensor {more}"),
+        (lost, "--speculative mtp: expected a checkpoint with a multi-token-prediction head"),
+    ):
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises((CheckpointError, ConfigError), match=sentence):
+            load(built(tmp_path, draft_head=True), tmp_path)
+
+
+def test_a_family_without_heads(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected a family with multi-token-prediction heads .* found 'llama'"):
+        built(write_config(tmp_path, {}), draft_head=True)
+
+
+def test_the_head_of_deepseek(tmp_path: Path) -> None:
+    """By hand, with the whole embedding and output head left out: the layer of the public model has 11.5 G weights, of
+    which the experts are 256 times 3 * 7168 * 2048, and the projection is 7168 * 14336."""
+    card = read_card(write_config(tmp_path, {}, public_config("deepseek-v3.1")))
+    plain, drafting = (
+        build_model(replace(card, draft_head=used), Sharding(0, 1, torch.bfloat16, None)).parameters()
+        for used in (False, True)
+    )
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    norms = 5 * 7168 + 1536 + 512
+    experts = 257 * 3 * 7168 * 2048 + 256 * 7168 + 256
+    assert drafting - plain == attention + norms + experts + 7168 * 14336
