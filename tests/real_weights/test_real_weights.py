@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from tests.real_weights.models import WINDOW, Model, wanted
 from tilerank.launch.bench.scoring.text import DEFAULT_TEXT, read_text
+from tilerank.launch.bench.speculative.requests import TASKS, requests
 from tilerank.loader.card import read_card
-from tilerank.launch.bench.tasks.requests import TASKS, requests
 from tilerank.loader.tokenizer import Tokenizer
 
 NEW_TOKENS = 12

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from drafting import AllDrafts, Guesses, choose_always, keys_with_drafts
+from drafting.slots import Slots
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -59,54 +60,6 @@ def tree(pool: PagePool) -> list[Page]:
     for page in pages:
         pages += page.children.values()
     return pages[1:]
-
-
-class Slots:
-    """The slots of states as a worker holds them: of each, the prompt keys of all tokens that its states have seen, and
-    those of the drafts after them."""
-
-    def __init__(self, pool: StatePool) -> None:
-        self.pool = pool
-        self.seen: dict[int, tuple[int, ...]] = {}
-        self.drafts: dict[int, tuple[int, ...]] = {}
-
-    def step(self, scheduled: Scheduled, step: Step) -> None:
-        """Copy slots, then compute the chunks: each continues what its slot holds, unless it is a beginning.
-
-        States take in drafts of the step before, but not those after their row.
-        """
-        for source, target in step.state_copies:
-            self.seen[target], self.drafts[target] = self.seen[source], ()
-        assert len(set(step.state_slots)) == len(scheduled)
-        for (sequence, chunk), slot in zip(scheduled, step.state_slots, strict=True):
-            keys = tuple(keys_with_drafts(sequence, chunk))
-            stop = len(keys) - chunk.drafts
-            if chunk.start:
-                kept = chunk.start - len(self.seen[slot])
-                assert self.seen[slot] + self.drafts[slot][:kept] == keys[: chunk.start]
-                assert not kept or stop == chunk.start + 1
-            self.seen[slot], self.drafts[slot] = keys[:stop], keys[stop:]
-
-    def check(self, running: list[Sequence]) -> None:
-        """Every slot is in one place, and every snapshot has seen the tokens up to the end of its page."""
-        pool, seen = self.pool, dict(self.seen)
-        snapshots = {entry.key: entry.numbers[0] for entry in pool.pool.idle}
-        taken = {*snapshots.values(), *map(pool.slot, running)}
-        assert len(taken) == len(snapshots) + len(running) == pool.pool.used
-        assert taken <= set(range(pool.pool.capacity))
-        assert pool.available == pool.pool.capacity - len(running)
-        for source, target in pool.copies:
-            seen[target] = seen[source]
-        for page, slot in snapshots.items():
-            assert isinstance(page, Page) and seen[slot] == path(page)
-
-
-def path(page: Page) -> tuple[int, ...]:
-    """Return the keys of a page and its ancestors; fails if it is not in the tree."""
-    if page.parent is None:
-        return ()
-    assert page.parent.children[page.keys] is page
-    return path(page.parent) + page.keys
 
 
 class FakeGrammarMask:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 
 import pytest
+from drafting.slots import Slots
 
-from tests.runtime.test_scheduler import FakeGrammarMask, Slots, new_sequence, step_of
+from tests.runtime.test_scheduler import FakeGrammarMask, new_sequence, step_of
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.scheduler import Scheduler

@@ -61,7 +61,7 @@ class Answer:
 @pytest.fixture(scope="module", params=[DENSE, MIXTURE], ids=["dense", "mixture"])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     model = make_checkpoint(tmp=tmp_path_factory.mktemp("states"), **request.param)
-    return single_engine(model, dtype=torch.float32, max_total_tokens=2048, states=12)
+    return single_engine(model, dtype=torch.float32, max_total_tokens=2048, states=12, speculative="ngram")
 
 
 def fresh(shared: Engine, *, states: int = 12, pages: int | None = None, chunk_rows: int = 2048) -> Engine:
@@ -300,12 +300,13 @@ def test_a_score_is_that_of_the_whole_prompt(shared: Engine) -> None:
         assert logprob == pytest.approx(float(row[token]), abs=TOLERANCE)
 
 
-def test_sizes_that_a_worker_derives(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("speculative", "drafts"), [("off", 0), ("ngram", 7)])
+def test_sizes_that_a_worker_derives(tmp_path: Path, speculative: str, drafts: int) -> None:
     model = make_checkpoint(tmp=tmp_path, **DENSE)
-    found = single_engine(model, dtype=torch.float32, max_total_tokens=20000).worker
+    found = single_engine(model, dtype=torch.float32, max_total_tokens=20000, speculative=speculative).worker
     slots = [cache.state.shape[0] for cache in found._caches if isinstance(cache, StateSlots)]
     assert found.states == 10 and slots == [10] * 3
     channels = 2 * 3 * 32 + 6 * 32
-    drafts = 7 * (2 * channels + 2 * 6) * 4  # inputs of the convolution, q, k and v, and gates
-    state = 3 * (6 * 32 * 32 * 4 + 3 * channels * 4 + drafts)
+    of_draft = (2 * channels + 2 * 6) * 4  # inputs of the convolution, q, k and v, and gates
+    state = 3 * (6 * 32 * 32 * 4 + 3 * channels * 4 + drafts * of_draft)
     assert found.cache_bytes == state * 10 + found.cache_tokens * 2 * 3 * 32 * 4

@@ -186,6 +186,7 @@ def same_answers(
                 kv_dtype=getattr(torch, kv_dtype) if kv_dtype else None,
                 strategy="split",
                 max_total_tokens=2048,
+                speculative="ngram",
             ),
         )
         if team.group.rank != 0:

@@ -111,7 +111,7 @@ def run(
             kv_split=kv_split,
             max_total_tokens=2048,
             family_options=(options or {}).get(model, {}),
-            draft_head=has_head and dtype == "float32",
+            speculative="mtp" if has_head and dtype == "float32" else "ngram",
         )
         worker = Worker(Path(out) / model, replace(team, group=witness), config)
         witness.start()
@@ -158,8 +158,8 @@ def exact(
     engine: Engine, wanted: dict[str, Tensor], new_tokens: int, chunk_rows: int, *, alone: bool, resumed: bool
 ) -> dict[str, Any]:
     """Return the largest error of a logit, relative to its row's largest, the largest of a log-probability while
-    decoding, the prompts whose greedy tokens differ, and, if `alone`, whether every prompt alone, and all
-    with drafts, give the bits of all.
+    decoding, the prompts whose greedy tokens differ, and, if `alone`, whether every prompt alone, and all with drafts,
+    give the bits of all.
 
     All prompts, of different lengths, are decoded as one batch. Their log-probabilities are compared with the logits of
     the reference, to check that decoding computes the same as scoring. So are, if `resumed`, those of answers that

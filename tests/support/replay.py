@@ -184,7 +184,7 @@ def compare(team: Team, *, models: list[str], kv_split: KVSplit = "auto") -> lis
                         kv_split=kv_split,
                         states=DECODING[0] + 6,  # some of the snapshots have to go
                         eager=eager,
-                        draft_head=Path(model).name in DRAFTING,
+                        speculative="mtp" if Path(model).name in DRAFTING else "ngram",
                     ),
                 )
                 with watched_replays() as sizes:

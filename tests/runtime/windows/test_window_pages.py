@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 from drafting import keys_with_drafts
+from drafting.slots import path
 from hypothesis import settings
 
-from tests.runtime.test_scheduler import Schedules, new_sequence, path, step_of, tree
+from tests.runtime.test_scheduler import Schedules, new_sequence, step_of, tree
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.runtime.lead.pages import Page, PagePool
 from tilerank.runtime.lead.scheduler import Scheduler

@@ -65,11 +65,6 @@ class ModelOptions:
     family: FamilyOptions = field(default_factory=dict)
     speculative: Speculative = "off"
 
-    @property
-    def draft_head(self) -> bool:
-        """Whether the multi-token-prediction head of the checkpoint is loaded."""
-        return self.speculative == "mtp"
-
     def torch_dtype(self, card: ModelCard) -> "torch.dtype":
         """Return the dtype of activations and unquantised weights.
 
@@ -114,7 +109,7 @@ class ModelOptions:
             cached_tokens=self.cached_tokens or expected_tokens(self.context_length or card.context_length),
             source_bytes=self.mm_cache_bytes // 2,
             family_options=self.family,
-            draft_head=self.draft_head,
+            speculative=self.speculative,
         )
 
 
@@ -181,15 +176,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_draft_argument(parser)
 
 
-def add_draft_argument(parser: argparse._ActionsContainer) -> None:
+def add_draft_argument(parser: argparse._ActionsContainer, default: Speculative = "off") -> None:
     """Add --speculative."""
     parser.add_argument(
         "--speculative",
         choices=get_args(Speculative),
-        default="off",
+        default=default,
         help="draft tokens that are then checked together, which changes no text: ngram: those that followed the same "
         "tokens before; mtp: those of the multi-token-prediction head of the checkpoint, which is loaded for it; "
-        "auto: as ngram (default: off)",
+        f"auto: as ngram (default: {default})",
     )
 
 

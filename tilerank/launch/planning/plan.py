@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tilerank.loader.quantization_config import held_codes
-from tilerank.runtime.protocol.sizes import MAX_RUNNING, STATE_DRAFTS, num_states
+from tilerank.runtime.protocol.sizes import MAX_RUNNING, num_states
+from tilerank.runtime.protocol.speculative import loads_head, state_drafts
 
 from ..host.placement import Placement, RankPlacement
 from ..host.topology import Topology
@@ -120,8 +121,9 @@ def sharded_models(card: ModelCard, tp: int, options: ModelOptions, here: range 
     from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model
 
-    card = dataclasses.replace(card, draft_head=options.draft_head)
+    card = dataclasses.replace(card, draft_head=loads_head(options.speculative))
     dtype, kv_dtype, kv_split = options.torch_dtype(card), options.torch_kv_dtype(card), options.kv_split
+    drafts = state_drafts(options.speculative)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
     expected = _expected_tokens(card, options)
     if kv_split == "auto" and here is not None and len(here) < tp:
@@ -129,7 +131,7 @@ def sharded_models(card: ModelCard, tp: int, options: ModelOptions, here: range 
     return [
         build_model(
             card,
-            Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split, STATE_DRAFTS),
+            Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split, drafts),
         )
         for rank in here or range(tp)
     ]
@@ -200,6 +202,6 @@ def model_bytes(card: ModelCard, options: ModelOptions) -> ModelBytes:
 
     dtype = options.torch_dtype(card)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
-    card = dataclasses.replace(card, draft_head=options.draft_head)
+    card = dataclasses.replace(card, draft_head=loads_head(options.speculative))
     model = build_model(card, Sharding(0, 1, dtype, None, formats=formats))
     return ModelBytes(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))

@@ -23,8 +23,8 @@ CHUNK_FRAMES, CONTEXT_FRAMES = 300, 25
 """Frames of a chunk of speech, and the frames before it that are decoded for it."""
 
 TOKENS_PER_STATE = 2048
-"""There is a slot for every so many tokens of the cache. In Qwen3.5-9B a slot takes as much memory as the keys
-and values of 1,740 tokens."""
+"""There is a slot for every so many tokens of the cache. In Qwen3.5-9B the states of a sequence take as much memory as
+the keys and values of 1,570 tokens."""
 MIN_STATES = 8
 """The fewest slots, so that small caches also serve a few requests at once."""
 STATE_DRAFTS = 7

@@ -1,16 +1,20 @@
 """The configuration of the ranks of a model."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from tilerank.loader.quantization_config import DEFAULT_ACTIVATION_BITS, ActivationBits, Quantization
+from tilerank.loader.card import ModelCard
+from tilerank.loader.quantization_config import DEFAULT_ACTIVATION_BITS, ActivationBits, Quantization, held_codes
+from tilerank.loader.rope import long_factors_note
 from tilerank.parallel.shard import Strategy
 from tilerank.parallel.sharding import KVSplit
 
 from ..media.family import FamilyOptions
+from ..protocol.errors import EngineError
 from ..protocol.sizes import KV_DIR_BYTES
+from ..protocol.speculative import Speculative
 from .speech_rank import TALKER_TOKENS
 
 SOURCE_BYTES = 1 << 30
@@ -36,7 +40,7 @@ class RankConfig:
     talker_tokens: in the cache of the talker, if the model speaks.
     kv_dir: where pages of the cache are kept in files; None: nowhere. kv_dir_bytes: at most, of all ranks together.
     family_options: those of the model's family.
-    draft_head: load the multi-token-prediction head of the checkpoint, which drafts tokens (models/mtp.py).
+    speculative: which drafts are made.
     eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
     """
 
@@ -55,5 +59,24 @@ class RankConfig:
     kv_dir: Path | None = None
     kv_dir_bytes: int = KV_DIR_BYTES
     family_options: FamilyOptions = field(default_factory=dict)
-    draft_head: bool = False
+    speculative: Speculative = "off"
     eager: bool = False
+
+
+def with_context_length(card: ModelCard, context_length: int | None) -> ModelCard:
+    """Return the card with another context length, if one is asked for. Raises EngineError for one that is too long."""
+    limit = card.context_length
+    if context_length is None:
+        return card
+    if not 2 <= context_length <= limit:
+        raise EngineError(f"context length: expected 2 to the model's {limit} tokens, found {context_length}")
+    return replace(card, context_length=context_length)
+
+
+def notes_of(card: ModelCard, config: RankConfig, *, quantised: bool) -> list[str]:
+    """Return what a user should know of how the model is computed. quantised: whether any weights are."""
+    products, codes = None, held_codes(card.quantization, config.quantization)
+    if quantised and codes in ("int4", "mxfp4", "gguf"):
+        name = codes if codes == "int4" else codes.upper()
+        products = f"{name} weights are multiplied with activations of {config.activation_bits} bits"
+    return [note for note in (*card.overruled, products, long_factors_note(card.text, card.context_length)) if note]

@@ -18,11 +18,8 @@ from tilerank.kernels.graph import Profile
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.calibration import Calibration
-from tilerank.loader.card import ModelCard
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.packed_weights import NO_FILES, WeightFiles
-from tilerank.loader.quantization_config import held_codes
-from tilerank.loader.rope import long_factors_note
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import LoadReport, load_weights
 from tilerank.parallel.group import RecordableGroup
@@ -31,20 +28,8 @@ from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
 
 from ..protocol import rank_messages
-from ..protocol.errors import EngineError
-from ..protocol.rank_messages import (
-    Count,
-    Draft,
-    Encode,
-    EncodePiece,
-    Frames,
-    Message,
-    Step,
-    Stop,
-    StopEncode,
-    StoreSource,
-)
-from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK, STATE_DRAFTS, num_states, num_window_tokens
+from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK, num_states, num_window_tokens
+from ..protocol.speculative import loads_head, state_drafts
 from ..protocol.speech_messages import SpeechStep
 from ..step.batch import BatchFiller, BatchLimits, RankSequence
 from ..step.bytes_per_step import bytes_per_step
@@ -68,7 +53,7 @@ from ..step.step_graphs import StepGraphs
 from .counters import RankCounters, StepCounter
 from .draft_rank import DraftRank
 from .page_store import PageStore, open_page_files
-from .rank_config import RankConfig
+from .rank_config import RankConfig, notes_of, with_context_length
 from .registry import build_model, read_supported_card
 from .speech_rank import SpeechOutputs, SpeechRank
 
@@ -86,8 +71,8 @@ class Worker:
         self.model_dir = model_dir
         self.team = team
         self.dtype = config.dtype
-        card = replace(read_supported_card(model_dir, config.family_options), draft_head=config.draft_head)
-        self.card = _with_context_length(card, config.context_length)
+        card = replace(read_supported_card(model_dir, config.family_options), draft_head=loads_head(config.speculative))
+        self.card = with_context_length(card, config.context_length)
         self.max_total_tokens = config.max_total_tokens or expected_tokens(self.card.context_length)
         self.pages = num_pages(self.max_total_tokens)
         """Pages of the cache that sequences may have."""
@@ -106,18 +91,12 @@ class Worker:
             formats,
             config.kv_dtype,
             kv_split,
-            STATE_DRAFTS,
+            state_drafts(config.speculative),
         )
         self._model = build_model(self.card, sharding)
         if self._model.whole_texts and self.card.context_length > PREFILL_CHUNK:
             self.card = replace(self.card, context_length=PREFILL_CHUNK)
-        products = None
-        codes = held_codes(self.card.quantization, config.quantization)
-        if formats is not None and codes in ("int4", "mxfp4", "gguf"):
-            name = codes if codes == "int4" else codes.upper()
-            products = f"{name} weights are multiplied with activations of {config.activation_bits} bits"
-        notes = (*self.card.overruled, products, long_factors_note(self.card.text, self.card.context_length))
-        for note in filter(None, notes if group.rank == 0 else ()):
+        for note in notes_of(self.card, config, quantised=formats is not None) if group.rank == 0 else ():
             log.info(note)
         files = open_page_files(model_dir, self.card, config, sharding, self._model.cache_specs())
         asked = config.quantization
@@ -151,21 +130,19 @@ class Worker:
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         self.store = None if files is None else PageStore(files, self._caches, group)
         """Keeps pages of the cache in files; None if the configuration has no directory for them."""
-        step_bytes = bytes_per_step(self._model)
         longest = num_pages(min(self.max_total_tokens, self.card.context_length))
         spare_window_page = self.window_pages if self.window else None
         limits = BatchLimits(MAX_RUNNING, longest, self.pages, self.source_pages, spare_window_page)
         self._filler = BatchFiller(self._model.batch_content(), limits)
         self._graphs = None if config.eager else self._step_graphs()
-        self._counter = StepCounter(step_bytes)
+        self._counter = StepCounter(bytes_per_step(self._model))
         self._held: dict[int, RankSequence] = {}
         self.hidden_states: Mapping[int, Tensor] = {}
         """The hidden states of the last step (HiddenRows.states), valid as long as its logits."""
         self._encodings = RankEncodings(self._model.encoder)
         self._drafts: DraftRank | None = None
         if self._model.draft_head is not None:
-            graphs = self._step_graphs() if self._graphs else None
-            self._drafts = DraftRank(self._model, self._caches, limits, graphs)
+            self._drafts = DraftRank(self._model, self._caches, limits, self._step_graphs() if self._graphs else None)
         self.speech: SpeechRank | None = None
         """Computes speech; None if the model does not speak."""
         if self._model.speaker is not None:
@@ -242,45 +219,45 @@ class Worker:
         sources = bytes_per_source_page(specs) * self.source_pages
         speech = self.speech.cache_bytes if self.speech else 0
         windows = bytes_per_window_token(specs) * self.window_pages * PAGE_TOKENS
-        tokens = bytes_per_token(specs) * self.cache_tokens + windows
-        return tokens + bytes_per_state(specs) * self.states + sources + speech
+        states = bytes_per_state(specs) * self.states
+        return bytes_per_token(specs) * self.cache_tokens + windows + states + sources + speech
 
     def follow(self) -> None:
         """Ranks above 0: compute the announced steps until rank 0 stops. Raises GroupError if a rank is lost."""
-        while not isinstance(message := rank_messages.decode(self.team.channel.receive()), Stop):
+        while not isinstance(message := rank_messages.decode(self.team.channel.receive()), rank_messages.Stop):
             match message:
-                case Step():
+                case rank_messages.Step():
                     self.run(message)
-                case Draft():
+                case rank_messages.Draft():
                     self.draft(message)
                 case SpeechStep():
                     self.speak(message)
-                case EncodePiece():
+                case rank_messages.EncodePiece():
                     self.encode_piece()
-                case Encode() | Frames() | StopEncode():
+                case rank_messages.Encode() | rank_messages.Frames() | rank_messages.StopEncode():
                     self.prepare_encode(message)
-                case StoreSource():
+                case rank_messages.StoreSource():
                     self.store_source(message)
                 case rank_messages.KeepPages() | rank_messages.LoadPages():
                     assert self.store is not None
                     self.store.follow(message)
-                case Count():
+                case rank_messages.Count():
                     self.gather_counters()
         self.team.group.barrier()
         self._close_store()
 
-    def announce(self, message: Message) -> None:
+    def announce(self, message: rank_messages.Message) -> None:
         """Rank 0: send a message to the ranks that follow."""
         self.team.channel.send(rank_messages.encode(message))
 
     def stop(self) -> None:
         """Rank 0: end `follow` on the other ranks. Returns when all have received the message: a rank that left before
         would look lost to those that still wait for it."""
-        self.announce(Stop())
+        self.announce(rank_messages.Stop())
         self.team.group.barrier()
         self._close_store()
 
-    def run(self, step: Step) -> Tensor:
+    def run(self, step: rank_messages.Step) -> Tensor:
         """Compute a step. Returns what Model.forward returns of the m tokens whose logits it asks for, valid until the
         next call. All ranks call this with the same step."""
         for number in step.finished:
@@ -312,7 +289,7 @@ class Worker:
         self._counter.count(step, time.perf_counter() - began, group.waited_s - waited)
         return logits
 
-    def draft(self, message: Draft) -> list[list[int]]:
+    def draft(self, message: rank_messages.Draft) -> list[list[int]]:
         """Return the tokens that each chunk drafts: as many as the message says, or less where the pages of its
         sequence end. All ranks call this with the same message."""
         assert self._drafts is not None
@@ -323,7 +300,7 @@ class Worker:
         assert self.speech is not None
         return self.speech.run(step)
 
-    def store_source(self, source: StoreSource) -> None:
+    def store_source(self, source: rank_messages.StoreSource) -> None:
         """Store keys and values of encodings. All ranks call this with the same message."""
         began = time.perf_counter()
         tensors = self._encodings.tensors
@@ -343,14 +320,14 @@ class Worker:
         pages = nbytes // max(bytes_per_source_page(specs), 1) if self._model.encoder else 0
         return max(1, int(self.team.group.all_gather(torch.tensor([pages])).min()))
 
-    def prepare_encode(self, message: Encode | Frames | StopEncode) -> None:
+    def prepare_encode(self, message: rank_messages.Encode | rank_messages.Frames | rank_messages.StopEncode) -> None:
         """Start an encode, add frames to it, or drop it. All ranks call this with the same message."""
         match message:
-            case Encode():
+            case rank_messages.Encode():
                 self._encodings.start(message)
-            case Frames(frames):
+            case rank_messages.Frames(frames):
                 self._encodings.add_frames(frames)
-            case StopEncode():
+            case rank_messages.StopEncode():
                 self._encodings.stop()
 
     def encode_piece(self) -> bool:
@@ -388,7 +365,7 @@ class Worker:
         if self.store is not None:
             self.store.close()
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: rank_messages.Step) -> Tensor:
         model, caches = self._model, self._caches
         if self._graphs is not None and self._filler.is_decode(step):
             batch = self._filler.padded(step, self._held)
@@ -416,12 +393,3 @@ class Worker:
         if group.rank == 0:
             log.info("steps run eagerly: %s", reason)
         return None
-
-
-def _with_context_length(card: ModelCard, context_length: int | None) -> ModelCard:
-    limit = card.context_length
-    if context_length is None:
-        return card
-    if not 2 <= context_length <= limit:
-        raise EngineError(f"context length: expected 2 to the model's {limit} tokens, found {context_length}")
-    return replace(card, context_length=context_length)

@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING
 from tilerank.loader.quantization_config import held_codes
 from tilerank.loader.tokenizer import Tokenizer
 
-from ..errors import LaunchError
-from ..options.arguments import whole_number
-from ..options.hub import add_model_argument
-from ..options.model import model_options
-from .harness import Column, Row, add_json_argument, add_repeat_argument, check_json_argument, table, write_json
-from .rank_job import (
+from ...errors import LaunchError
+from ...options.arguments import whole_number, whole_numbers
+from ...options.hub import add_model_argument
+from ...options.model import add_draft_argument, model_options
+from ..harness import Column, Row, add_json_argument, add_repeat_argument, check_json_argument, table, write_json
+from ..rank_job import (
     EngineJob,
     add_engine_arguments,
     add_rank_arguments,
     is_rank,
     run_as_rank,
     run_ranks,
-    whole_numbers,
 )
-from .tasks.requests import TASKS, VARIANTS, requests
+from .requests import TASKS, VARIANTS, requests
 
 if TYPE_CHECKING:
     from tilerank.runtime.lead.draft_counts import DraftCounts
@@ -57,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_repeat_argument(parser)
     add_engine_arguments(parser)
+    add_draft_argument(parser, default="ngram")
     add_json_argument(parser)
     add_rank_arguments(parser)
 
@@ -98,11 +98,7 @@ def _measure(args: argparse.Namespace, engine: Engine) -> Row:
     from tilerank.runtime.lead.draft_counts import DraftCounts
 
     options, counts = model_options(args), DraftCounts()
-    rows = [
-        _measure_task(engine, counts, task, _requests_of(engine, task, number, args.new_tokens), args.repeat)
-        for number in args.requests
-        for task in TASKS
-    ]
+    rows = [_measure_task(args, engine, counts, task, number) for number in args.requests for task in TASKS]
     dtype = str(options.torch_dtype(engine.card)).removeprefix("torch.")
     weights = held_codes(engine.card.quantization, options.quantization) or dtype
     return {"isa": core.isa_text(), "weights": weights, "rows": rows}
@@ -119,15 +115,16 @@ def _requests_of(engine: Engine, task: str, number: int, new_tokens: int) -> lis
     return [Request(Prompt(_prompt(tokenizer, text)), params) for text in requests(task, number)]
 
 
-def _measure_task(engine: Engine, counts: DraftCounts, task: str, some: list[Request], repeat: int) -> Row:
-    """Return the medians of `repeat` runs each, plain and with drafts in turn."""
+def _measure_task(args: argparse.Namespace, engine: Engine, counts: DraftCounts, task: str, number: int) -> Row:
+    """Return the medians of several runs each, plain and with drafts in turn."""
+    from tilerank.runtime.lead.draft_sources import draft_source
     from tilerank.runtime.lead.drafts import Drafting
-    from tilerank.runtime.lead.ngrams import NgramDrafts
 
+    some = _requests_of(engine, task, number, args.new_tokens)
     _time(engine, some)
     plain, drafted = list[Row](), list[Row]()
-    for _ in range(repeat):
-        for runs, source in ((plain, None), (drafted, NgramDrafts())):
+    for _ in range(args.repeat):
+        for runs, source in ((plain, None), (drafted, draft_source(args.speculative, engine.worker))):
             engine.drafting = Drafting(source, engine.scheduler, counts)
             runs.append(_time(engine, some))
     if any(run["token_ids"] != plain[0]["token_ids"] for run in plain + drafted):
