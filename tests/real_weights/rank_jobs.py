@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.join import Team
-from tilerank.runtime.lead.drafts import Drafting
+from tilerank.runtime.lead.drafting.drafts import Drafting
+from tilerank.runtime.lead.drafting.ngrams import NgramDrafts
 from tilerank.runtime.lead.engine import Engine, Request
-from tilerank.runtime.lead.ngrams import NgramDrafts
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.rank_config import RankConfig

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.runtime.lead.drafts import Drafting
+from tilerank.runtime.lead.drafting.drafts import Drafting
 from tilerank.runtime.lead.encodings import EncoderCache, EncodeWork
 from tilerank.runtime.lead.logits_rules import LogitsRules, TextRules
 from tilerank.runtime.lead.pages import Page, PagePool

@@ -17,9 +17,9 @@ from tilerank.kernels.graph import Graph
 from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import KVSplit
-from tilerank.runtime.lead.drafts import Drafting
+from tilerank.runtime.lead.drafting.drafts import Drafting
+from tilerank.runtime.lead.drafting.head_drafts import HeadDrafts
 from tilerank.runtime.lead.engine import Engine, Request
-from tilerank.runtime.lead.head_drafts import HeadDrafts
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Step

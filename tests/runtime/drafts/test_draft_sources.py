@@ -3,8 +3,8 @@
 import pytest
 
 from tests.runtime.test_scheduler import new_sequence
-from tilerank.runtime.lead.draft_counts import TRIAL_EVERY, TRIAL_STEPS, DraftCounts, Proposal, StepTimes
-from tilerank.runtime.lead.ngrams import INDEXED, SHARED_BLOCK, NgramDrafts
+from tilerank.runtime.lead.drafting.draft_counts import TRIAL_EVERY, TRIAL_STEPS, DraftCounts, Proposal, StepTimes
+from tilerank.runtime.lead.drafting.ngrams import INDEXED, SHARED_BLOCK, NgramDrafts
 from tilerank.runtime.lead.sequence import Sequence
 
 

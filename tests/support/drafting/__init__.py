@@ -4,8 +4,8 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tilerank.runtime.lead.draft_counts import DraftCounts, Proposal
-from tilerank.runtime.lead.drafts import Drafting, DraftSource
+from tilerank.runtime.lead.drafting.draft_counts import DraftCounts, Proposal
+from tilerank.runtime.lead.drafting.drafts import Drafting, DraftSource
 from tilerank.runtime.lead.drawing import Draw
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.scheduler import Scheduler

@@ -9,10 +9,10 @@ from batching import answers, forget
 from torch import Tensor
 
 from drafting import AllDrafts, KnownTexts, mixed
-from tilerank.runtime.lead.draft_counts import Proposal
-from tilerank.runtime.lead.drafts import Drafting
+from tilerank.runtime.lead.drafting.draft_counts import Proposal
+from tilerank.runtime.lead.drafting.drafts import Drafting
+from tilerank.runtime.lead.drafting.head_drafts import HeadDrafts
 from tilerank.runtime.lead.engine import Engine, Request
-from tilerank.runtime.lead.head_drafts import HeadDrafts
 from tilerank.runtime.lead.sequence import Sequence
 from tilerank.runtime.protocol.rank_messages import Chunk, Draft, Step
 from tilerank.runtime.step.cache import num_pages

@@ -146,7 +146,7 @@ class EngineJob(GenerateJob):
         return worker
 
     def lead(self, worker: Worker, size: int, placement: Placement) -> None:
-        from tilerank.runtime.lead.draft_sources import draft_source
+        from tilerank.runtime.lead.drafting.draft_sources import draft_source
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 

@@ -141,7 +141,7 @@ class GenerateJob:
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core
-        from tilerank.runtime.lead.draft_sources import draft_source
+        from tilerank.runtime.lead.drafting.draft_sources import draft_source
         from tilerank.runtime.lead.engine import Engine, Request
 
         several = len(self._prompts) > 1

@@ -139,7 +139,7 @@ class ServeJob(engine.EngineJob):
         return worker
 
     def lead(self, worker: Worker, size: int, placement: Placement) -> None:
-        from tilerank.runtime.lead.draft_sources import draft_source
+        from tilerank.runtime.lead.drafting.draft_sources import draft_source
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 

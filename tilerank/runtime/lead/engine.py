@@ -25,8 +25,8 @@ from ..rank.worker import Worker
 from ..step.cache import num_pages
 from . import sampling
 from .cache_kinds import cache_kinds
-from .draft_counts import DraftCounts
-from .drafts import Drafting, DraftSource
+from .drafting.draft_counts import DraftCounts
+from .drafting.drafts import Drafting, DraftSource
 from .drawing import Draw, choose_next
 from .grammar_masks import GrammarMasks, collect_masks
 from .hidden_states import asked_layers, hidden_states

@@ -27,7 +27,7 @@ from ..rank_job import (
 from .requests import TASKS, VARIANTS, requests
 
 if TYPE_CHECKING:
-    from tilerank.runtime.lead.draft_counts import DraftCounts
+    from tilerank.runtime.lead.drafting.draft_counts import DraftCounts
     from tilerank.runtime.lead.engine import Engine, Request
 
 COLUMNS = [
@@ -95,7 +95,7 @@ def _measure(args: argparse.Namespace, engine: Engine) -> Row:
     The first run of each size warms up. What is measured of the times of steps is kept, as in a server.
     """
     from tilerank.kernels import core
-    from tilerank.runtime.lead.draft_counts import DraftCounts
+    from tilerank.runtime.lead.drafting.draft_counts import DraftCounts
 
     options, counts = model_options(args), DraftCounts()
     rows = [_measure_task(args, engine, counts, task, number) for number in args.requests for task in TASKS]
@@ -117,8 +117,8 @@ def _requests_of(engine: Engine, task: str, number: int, new_tokens: int) -> lis
 
 def _measure_task(args: argparse.Namespace, engine: Engine, counts: DraftCounts, task: str, number: int) -> Row:
     """Return the medians of several runs each, plain and with drafts in turn."""
-    from tilerank.runtime.lead.draft_sources import draft_source
-    from tilerank.runtime.lead.drafts import Drafting
+    from tilerank.runtime.lead.drafting.draft_sources import draft_source
+    from tilerank.runtime.lead.drafting.drafts import Drafting
 
     some = _requests_of(engine, task, number, args.new_tokens)
     _time(engine, some)

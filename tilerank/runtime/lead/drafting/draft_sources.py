@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from ..protocol.speculative import Speculative
-from ..rank.worker import Worker
+from ...protocol.speculative import Speculative
+from ...rank.worker import Worker
 from .drafts import DraftSource
 from .head_drafts import HeadDrafts
 from .ngrams import NgramDrafts

@@ -11,12 +11,12 @@ from collections import abc
 
 import msgspec
 
-from ..protocol.engine_state import EngineState
-from ..protocol.rank_messages import Chunk
-from ..protocol.sizes import MAX_RUNNING
+from ...protocol.engine_state import EngineState
+from ...protocol.rank_messages import Chunk
+from ...protocol.sizes import MAX_RUNNING
+from ..scheduler import Scheduler
+from ..sequence import Scheduled, Sequence
 from .draft_counts import DraftCounts, Proposal
-from .scheduler import Scheduler
-from .sequence import Scheduled, Sequence
 
 MAX_DRAFTS = 15
 """Drafts of a sequence in a step. With the row of the token before them they fill a recorded step of 16 rows."""

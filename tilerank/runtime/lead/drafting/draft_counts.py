@@ -9,8 +9,8 @@ from collections import abc, defaultdict
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from ..step.batch import padded_size
-from .sequence import Sequence
+from ...step.batch import padded_size
+from ..sequence import Sequence
 
 SMALLEST_GAIN = 1.02
 """Drafts are checked if they yield so many times the tokens a second of a step without them."""

@@ -8,9 +8,9 @@ one with the most equal tokens before it wins. Their number is the grade of the 
 from collections import abc
 from weakref import WeakKeyDictionary
 
+from ..sequence import Sequence
 from .draft_counts import Proposal
 from .drafts import DraftSource
-from .sequence import Sequence
 
 PLACES = 8
 """Places of a pair of tokens that are kept, the latest ones."""

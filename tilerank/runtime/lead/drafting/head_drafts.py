@@ -2,11 +2,11 @@
 
 from collections import abc
 
-from ..protocol.rank_messages import Chunk, Draft
-from ..rank.worker import Worker
+from ...protocol.rank_messages import Chunk, Draft
+from ...rank.worker import Worker
+from ..sequence import Scheduled, Sequence
 from .draft_counts import Proposal, Share
 from .drafts import DraftSource, common_prefix
-from .sequence import Scheduled, Sequence
 
 MAX_HEAD_DRAFTS = 3
 """Tokens that the head drafts for a sequence. With the row of the token before them they fill a recorded step of 4
