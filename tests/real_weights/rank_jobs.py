@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batching import forget
 from conformance import row_errors
 from drafting import AllDrafts
+from drafting.models import with_draft_model
 from safetensors.torch import load_file
 
 from tilerank.loader.quantization_config import Quantization
@@ -53,13 +55,20 @@ def perplexity(team: Team, *, model: str, windows: list[list[int]]) -> float | N
     return float(torch.cat(losses).double().mean().exp())
 
 
-def drafts(team: Team, *, model: str, prompts: list[list[int]], new_tokens: int) -> dict[str, tuple[bool, int]]:
-    """Return, on rank 0 and for each format, whether greedy and sampled texts with drafts of n-grams are those without,
-    and how many drafts were right."""
+def drafts(
+    team: Team, *, model: str, draft_model: str, prompts: list[list[int]], new_tokens: int
+) -> dict[str, tuple[bool, int]]:
+    """Return, on rank 0, whether greedy and sampled texts with drafts are those without, and how many drafts were
+    right: of n-grams for each format, and of a draft model."""
     found = {}
-    for codes in (None, "int8", "int4"):
-        quantization = None if codes is None else Quantization(codes)
-        config = RankConfig(dtype=torch.bfloat16, quantization=quantization, max_total_tokens=8192)
+    ways: dict[str, dict[str, Any]] = {
+        "bfloat16": {},
+        "int8": {"quantization": Quantization("int8")},
+        "int4": {"quantization": Quantization("int4")},
+        "draft model": {"speculative": "draft", "draft_model": Path(draft_model)},
+    }
+    for name, options in ways.items():
+        config = RankConfig(dtype=torch.bfloat16, max_total_tokens=8192, **options)
         worker = Worker(Path(model), team, config)
         if team.group.rank:
             worker.follow()
@@ -71,7 +80,10 @@ def drafts(team: Team, *, model: str, prompts: list[list[int]], new_tokens: int)
         ]
         plain = texts(engine, some)
         engine.drafting = Drafting(NgramDrafts(), engine.scheduler, AllDrafts())
-        found[codes or "bfloat16"] = texts(engine, some) == plain, engine.drafting.accepted
+        if worker.draft_model is not None:
+            forget(engine)
+            with_draft_model(engine)
+        found[name] = texts(engine, some) == plain, engine.drafting.accepted
         worker.stop()
     return found
 

@@ -111,13 +111,15 @@ def test_perplexity_of_a_file_is_that_of_its_values(
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 6])
 def test_drafts_change_no_text(model_of: Callable[[str], Model], tp: int) -> None:
-    """In bf16, int8 and int4; answers that quote their prompts and answers that do not."""
+    """Those of n-grams in bf16, int8 and int4, and those of the file, which drafts for the directory; answers that
+    quote their prompts and answers that do not."""
     model = model_of("smollm2")
     tokenizer = Tokenizer(model.directory)
     asked = [requests(task, 2)[i] for task in TASKS for i in range(2)]
     prompts = [tokenizer.encode(text) for text in asked]
-    job = {"model": str(model.directory), "prompts": prompts, "new_tokens": 64}
+    job = {"model": str(model.directory), "draft_model": str(model.file), "prompts": prompts, "new_tokens": 64}
     found = run_ranks(tp, "tests.real_weights.rank_jobs:drafts", kwargs=job, timeout=1200)[0]
     print(f"TP {tp}: right drafts {found}")
-    assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(("bfloat16", "int8", "int4"), True)
+    ways = ("bfloat16", "int8", "int4", "draft model")
+    assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(ways, True)
     assert all(accepted > 0 for _, accepted in found.values())

@@ -206,7 +206,7 @@ def stays_eager(team: Team, *, model: str) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tilerank.runtime.rank.worker")
+    logger = logging.getLogger("tilerank.runtime.step.step_graphs")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     worker = Worker(Path(model), team, RankConfig(dtype=torch.float32, max_total_tokens=512))

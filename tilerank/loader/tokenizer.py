@@ -62,6 +62,15 @@ class Tokenizer:
         """Return the highest token id plus 1."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def first_difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
+        """Return the first id that stands for different tokens in two vocabularies, its token here and there; None if
+        all that both have are the same."""
+        own, others = (
+            {id: token for token, id in one._inner.get_vocab(with_added_tokens=True).items()} for one in (self, other)
+        )
+        id = min((id for id in own.keys() & others.keys() if own[id] != others[id]), default=None)
+        return None if id is None else (id, own[id], others[id])
+
     @cached_property
     def longest_token(self) -> int:
         """The most characters of a text that one token stands for.

@@ -10,6 +10,9 @@ from command import DEMO, run
 from tilerank.launch.cli import parse_command
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.options.arguments import with_config
+from tilerank.launch.options.draft_model import check_draft_model
+from tilerank.launch.options.model import model_options
+from tilerank.loader.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -128,3 +131,45 @@ def test_mistakes_in_a_file_name_the_file_and_the_key(tmp_path: Path, content: s
     with pytest.raises(LaunchError) as caught:
         parse_command(["serve", "--config", str(file)])
     assert str(caught.value) == f"--config: {file}: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "speculative"),
+    [((), "off"), (("--speculative", "ngram"), "ngram"), (("--draft-model", str(DEMO)), "draft")],
+)
+def test_a_draft_model_implies_its_drafts(arguments: tuple[str, ...], speculative: str) -> None:
+    _, args = parse_command(["generate", str(DEMO), "--prompt", "x", *arguments])
+    options = model_options(args)
+    assert options.speculative == speculative and options.draft_model == (DEMO if speculative == "draft" else None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--speculative", "draft"), "--speculative draft needs --draft-model MODEL, found none"),
+        (
+            ("--draft-model", str(DEMO), "--speculative", "mtp"),
+            f"--draft-model {DEMO} needs --speculative draft, found mtp",
+        ),
+    ],
+)
+def test_a_draft_model_without_its_drafts(arguments: tuple[str, ...], sentence: str) -> None:
+    _, args = parse_command(["generate", str(DEMO), "--prompt", "x", *arguments])
+    with pytest.raises(LaunchError) as caught:
+        model_options(args)
+    assert str(caught.value) == sentence
+
+
+def test_a_draft_model_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
+    """Two tokens have changed places."""
+    written = json.loads((DEMO / "tokenizer.json").read_text())
+    ids = written["model"]["vocab"]
+    one, other = list(ids)[300:302]
+    ids[one], ids[other] = ids[other], ids[one]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    check_draft_model(None, Tokenizer(DEMO))
+    check_draft_model(DEMO, Tokenizer(DEMO))
+    with pytest.raises(LaunchError) as caught:
+        check_draft_model(tmp_path, Tokenizer(DEMO))
+    found = f"token {ids[other]} is {one!a}, found {other!a}"
+    assert str(caught.value) == f"--draft-model {tmp_path}: expected the vocabulary of {DEMO}, in which {found}"

@@ -46,13 +46,14 @@ def environment(home: Path, endpoint: str, offline: int) -> dict[str, str]:
 
 
 def test_an_id_is_downloaded_once_and_then_found_in_the_cache(hub: Hub, tmp_path: Path) -> None:
-    """So are the files of a tokenizer, without the weights beside them."""
+    """So are the files of a tokenizer, without the weights beside them, and those of a draft model."""
     bare = demo_without_tokenizer(tmp_path / "bare")
     split = generate(str(bare), tmp_path / "tokenizer", hub.url, "--tokenizer", MODEL)
     assert split.status == 0 and not any(path.endswith(".safetensors") for _, path in hub.requests), split.err
-    first = generate(MODEL, tmp_path, hub.url, "--tp", 2)
+    first = generate(MODEL, tmp_path, hub.url, "--tp", 2, "--draft-model", MODEL)
     assert first.status == 0 and first.out == split.out != "\n", first.err
     assert "demo/lm: downloading 12.3 MiB into" in first.err
+    assert "tokens of the draft model are drafted where that pays" in first.err
     weights = f"/{MODEL}/resolve/{COMMIT}/model.safetensors"
     assert hub.requests.count(("GET", weights)) == 1
     again = plan(MODEL, tmp_path, hub.url)
@@ -86,6 +87,7 @@ def test_processes_that_another_launcher_starts_download_once(hub: Hub, tmp_path
         (str(DEMO), ("--revision", "main"), "--revision is for an id on the hub; this model is a directory"),
         (str(DEMO), ("--tokenizer", "nowhere"), "--tokenizer: nowhere is not a directory; expected one .*"),
         (str(DEMO), ("--tokenizer", "demo/none"), "the hub has no model demo/none, or it is private .*"),
+        (str(DEMO), ("--draft-model", "nowhere"), "nowhere is not a directory; expected one .*"),
         ("nowhere", (), "nowhere is not a directory; expected one .*, or an id on the hub such as .*"),
     ],
 )

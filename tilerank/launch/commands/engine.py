@@ -20,6 +20,7 @@ from ..host.topology import read_topology
 from ..logs import say
 from ..offline.link import CONTROL, LINK, PARENT, connect_replicas
 from ..options import kv_dir, model, other_servers, requests
+from ..options.draft_model import check_draft_model
 from ..planning.replicas import ModelBytes, divide, replica_count
 from ..processes.process import die_with
 from ..processes.status import ErrorReport, StatusPipe
@@ -150,7 +151,7 @@ class EngineJob(GenerateJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        source = draft_source(self._args.speculative, worker)
+        source = draft_source(self._options.speculative, worker)
         engine = Engine(
             worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer, source
         )
@@ -165,6 +166,7 @@ def check_model(args: argparse.Namespace) -> None:
     model_dir = model.model_directory(args)
     check_pairs(model.checked_card(args, model_dir))
     tokenizer = Tokenizer(model.tokenizer_directory(args), args.chat_template)
+    check_draft_model(model.model_options(args).draft_model, tokenizer)
     media_options.check(args, load_processor(model_dir, tokenizer))
     if args.chat_template is not None:
         tokenizer.chat_template.variables(None)  # which finds errors of its syntax

@@ -18,6 +18,7 @@ from ..host.topology import read_topology
 from ..logs import log_debug_on_rank0, log_info_on_rank0, say
 from ..options import kv_dir, model, other_servers
 from ..options.arguments import number, whole_number
+from ..options.draft_model import check_draft_model
 from ..planning import cache_size
 from ..planning.plan_text import cache_text, render, states_text, windows_text
 from ..ranks import start
@@ -92,6 +93,7 @@ class GenerateJob:
             does = DOES[card.pooling.task]
             raise LaunchError(f"{self._model_dir} {does}, and generates none; `tilerank serve` runs it")
         self._tokenizer = Tokenizer(model.tokenizer_directory(self._args))
+        check_draft_model(self._options.draft_model, self._tokenizer)
         given = prompts.read_prompts(self._args)
         self._speech = speech_output.read_speech(self._args, card, len(given))
         if self._speech is not None:
@@ -148,7 +150,7 @@ class GenerateJob:
         printer: Printer = TextPrinter(streamed=not several)
         if self._args.json:
             printer = JsonPrinter(bool(self._args.logprobs))
-        source = draft_source(self._args.speculative, worker)
+        source = draft_source(self._options.speculative, worker)
         engine = Engine(worker, self._options.mm_cache_bytes, source=source)
         with prompts_bar(len(self._prompts)) as progress:
             answers = Answers(self._tokenizer, printer, progress, several)

@@ -58,8 +58,8 @@ def add_model_argument(parser: argparse.ArgumentParser, nargs: str | None = None
 
 
 def find_model(args: argparse.Namespace) -> None:
-    """Replace ids in `args` by the directory or file of the model, and by the directory of its tokenizer, which are
-    downloaded unless the cache has them.
+    """Replace ids in `args` by the directories or files of the model and the draft model, and by the directory of the
+    tokenizer, which are downloaded unless the cache has them.
 
     Clients call the model by its id then, unless --served-model-name says otherwise. Processes that this one starts
     with the same arguments find the model in the cache. LaunchError if the id does not exist or cannot be downloaded.
@@ -67,18 +67,19 @@ def find_model(args: argparse.Namespace) -> None:
     tokenizer = getattr(args, "tokenizer", None)
     if tokenizer is not None and not tokenizer.exists():
         args.tokenizer = _download_tokenizer(str(tokenizer))
+    draft_model = getattr(args, "draft_model", None)
+    if draft_model is not None:
+        args.draft_model = _local(draft_model)
+        if args.draft_model is None:
+            args.draft_model = download(str(draft_model), None, mmproj=False)
+            os.environ[OFFLINE] = "1"
     for name in ("model", "model_path"):
         given = getattr(args, name, None)
-        if given is None or given.is_file():
+        if given is None:
             continue
-        if given.is_dir():
-            setattr(args, name, _model_in(given))
+        if (local := _local(given)) is not None:
+            setattr(args, name, local)
             continue
-        if _ID.fullmatch(str(given)) is None:
-            raise LaunchError(
-                f"{given} is not a directory; expected one with a Hugging Face model, a GGUF file, or an id on the hub "
-                "such as Qwen/Qwen3-0.6B"
-            )
         pictures = getattr(args, "mmproj", None) is None
         setattr(args, name, download(str(given), args.revision, mmproj=pictures))
         if getattr(args, "served_model_name", "") is None:
@@ -87,6 +88,20 @@ def find_model(args: argparse.Namespace) -> None:
         return
     if getattr(args, "revision", None) is not None:
         raise LaunchError("--revision is for an id on the hub; this model is a directory")
+
+
+def _local(given: Path) -> Path | None:
+    """Return the directory or file of a model that is here; None for an id on the hub. LaunchError if it is neither."""
+    if given.is_file():
+        return given
+    if given.is_dir():
+        return _model_in(given)
+    if _ID.fullmatch(str(given)) is None:
+        raise LaunchError(
+            f"{given} is not a directory; expected one with a Hugging Face model, a GGUF file, or an id on the hub "
+            "such as Qwen/Qwen3-0.6B"
+        )
+    return None
 
 
 def _model_in(directory: Path) -> Path:

@@ -49,7 +49,7 @@ class ModelOptions:
     of the activations that int4 weights are multiplied with. context_length:
     tokens of a request (default: the model's). cached_tokens: size of the KV cache (default: what `mem_fraction` of the
     memory leaves room for). mm_cache_bytes: what encoded media may take on each rank, if the model takes any. family:
-    the options of its family. speculative: which drafts are made.
+    the options of its family. speculative: which drafts are made. draft_model: the model that makes them, if one does.
     """
 
     dtype: str = "auto"
@@ -64,6 +64,7 @@ class ModelOptions:
     mm_cache_bytes: int = 0
     family: FamilyOptions = field(default_factory=dict)
     speculative: Speculative = "off"
+    draft_model: Path | None = None
 
     def torch_dtype(self, card: ModelCard) -> "torch.dtype":
         """Return the dtype of activations and unquantised weights.
@@ -110,12 +111,13 @@ class ModelOptions:
             source_bytes=self.mm_cache_bytes // 2,
             family_options=self.family,
             speculative=self.speculative,
+            draft_model=self.draft_model,
         )
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
     """Return what the options of `add_arguments`, or of `add_plan_arguments`, say. Raises LaunchError for
-    options of a quantisation that is not asked for."""
+    options of a quantisation that is not asked for, and for a draft model without drafts of a model or the reverse."""
     for name in ("group", "zero_points"):
         if getattr(args, f"quantization_{name}") is not None and args.quantization != "int4":
             raise LaunchError(f"--quantization-{name.replace('_', '-')} needs --quantization int4")
@@ -139,8 +141,19 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
         mem_fraction=args.mem_fraction_static,
         mm_cache_bytes=int(args.mm_cache_gib * (1 << 30)),
         family={name: value for name, value in given.items() if value is not None},
-        speculative=args.speculative,
+        speculative=_speculative(args),
+        draft_model=args.draft_model,
     )
+
+
+def _speculative(args: argparse.Namespace) -> Speculative:
+    """Return which drafts are made."""
+    asked: Speculative | None = args.speculative
+    if args.draft_model is None and asked == "draft":
+        raise LaunchError("--speculative draft needs --draft-model MODEL, found none")
+    if args.draft_model is not None and asked not in (None, "draft"):
+        raise LaunchError(f"--draft-model {args.draft_model} needs --speculative draft, found {asked}")
+    return asked or ("off" if args.draft_model is None else "draft")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,14 +190,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_draft_argument(parser: argparse._ActionsContainer, default: Speculative = "off") -> None:
-    """Add --speculative."""
+    """Add --speculative and --draft-model. default: of the first, without the second."""
     parser.add_argument(
         "--speculative",
         choices=get_args(Speculative),
-        default=default,
         help="draft tokens that are then checked together, which changes no text: ngram: those that followed the same "
         "tokens before; mtp: those of the multi-token-prediction head of the checkpoint, which is loaded for it; "
-        f"auto: as ngram (default: {default})",
+        f"draft: those of --draft-model; auto: as ngram (default: {default}, or draft with --draft-model)",
+    )
+    parser.add_argument(
+        "--draft-model",
+        type=Path,
+        metavar="MODEL",
+        help="a small model with the same vocabulary that drafts: a directory, a GGUF file, or an id on the hub",
     )
 
 
@@ -200,7 +218,8 @@ def set_default_sizes(parser: argparse.ArgumentParser) -> None:
         max_total_tokens=None,
         mem_fraction_static=DEFAULT_FRACTION,
         mm_cache_gib=MM_CACHE_BYTES / (1 << 30),
-        speculative="off",
+        speculative=None,
+        draft_model=None,
     )
 
 

@@ -24,6 +24,7 @@ from .replicas import ModelBytes
 if TYPE_CHECKING:
     from tilerank.loader.card import ModelCard
     from tilerank.parallel.parameters import Layer
+    from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.step.model import Model
 
 
@@ -54,7 +55,8 @@ def plan_model(
     cached_tokens, expected = options.cached_tokens, _expected_tokens(card, options)
     dtype, kv_dtype = options.torch_dtype(card), options.torch_kv_dtype(card)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
-    models = sharded_models(card, tp, options, here)
+    shardings = _shardings(card, tp, options, here)
+    models, draft_models = sharded_models(card, tp, options, here), _draft_models(card, options, shardings)
     with_states = has_states(models[0].cache_specs())
     heads = next(models[0].head_cuts(), None)
     ranks = tuple(
@@ -62,8 +64,9 @@ def plan_model(
             where,
             part.encoder.nbytes() if part.encoder else 0,
             part.speaker.nbytes() if part.speaker else 0,
-            weights=part.nbytes(),
-            cache_per_token=bytes_per_token(part.cache_specs()),
+            draft.nbytes() if draft else 0,
+            weights=part.nbytes() + (draft.nbytes() if draft else 0),
+            cache_per_token=bytes_per_token(part.cache_specs() + (draft.cache_specs() if draft else [])),
             window_per_token=bytes_per_window_token(part.cache_specs()),
             state=bytes_per_state(part.cache_specs()),
             media=options.mm_cache_bytes if part.encoder else 0,
@@ -72,7 +75,7 @@ def plan_model(
             else 0,
             overhead=RANK_OVERHEAD,
         )
-        for where, part in zip(placement.ranks, models, strict=True)
+        for where, part, draft in zip(placement.ranks, models, draft_models, strict=True)
     )
     plan = Plan(
         model=model,
@@ -117,22 +120,36 @@ def plan_model(
 
 def sharded_models(card: ModelCard, tp: int, options: ModelOptions, here: range | None = None) -> list[Model]:
     """Return the parts of a model on the ranks of this host (default: all); nothing is allocated."""
-    from tilerank.loader.weight_formats import weight_formats
-    from tilerank.parallel.sharding import Sharding
     from tilerank.runtime.rank.registry import build_model
 
     card = dataclasses.replace(card, draft_head=loads_head(options.speculative))
+    return [build_model(card, sharding) for sharding in _shardings(card, tp, options, here)]
+
+
+def _draft_models(card: ModelCard, options: ModelOptions, shardings: Sequence[Sharding]) -> list[Model | None]:
+    """Return what each rank holds of the draft model, None without one."""
+    from tilerank.loader.weight_formats import weight_formats
+    from tilerank.runtime.rank.registry import build_draft_model, read_draft_card
+
+    if options.draft_model is None:
+        return [None] * len(shardings)
+    draft = read_draft_card(options.draft_model, card.context_length)
+    formats = weight_formats(draft.quantization, shardings[0].dtype, None, options.activation_bits)
+    return [build_draft_model(draft, dataclasses.replace(sharding, formats=formats)) for sharding in shardings]
+
+
+def _shardings(card: ModelCard, tp: int, options: ModelOptions, here: range | None) -> list[Sharding]:
+    """Return how the ranks of this host cut a model."""
+    from tilerank.loader.weight_formats import weight_formats
+    from tilerank.parallel.sharding import Sharding
+
     dtype, kv_dtype, kv_split = options.torch_dtype(card), options.torch_kv_dtype(card), options.kv_split
-    drafts = state_drafts(options.speculative)
+    drafts, expected = state_drafts(options.speculative), _expected_tokens(card, options)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
-    expected = _expected_tokens(card, options)
     if kv_split == "auto" and here is not None and len(here) < tp:
         kv_split = "off"  # as on the ranks: the rule counts collectives in shared memory
     return [
-        build_model(
-            card,
-            Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split, drafts),
-        )
+        Sharding(rank, tp, dtype, None, options.strategy, expected, formats, kv_dtype, kv_split, drafts)
         for rank in here or range(tp)
     ]
 
@@ -203,5 +220,7 @@ def model_bytes(card: ModelCard, options: ModelOptions) -> ModelBytes:
     dtype = options.torch_dtype(card)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
     card = dataclasses.replace(card, draft_head=loads_head(options.speculative))
-    model = build_model(card, Sharding(0, 1, dtype, None, formats=formats))
-    return ModelBytes(model.nbytes(), round(bytes_per_step(model).decode(1, 0)))
+    sharding = Sharding(0, 1, dtype, None, formats=formats)
+    model, (draft,) = build_model(card, sharding), _draft_models(card, options, [sharding])
+    nbytes = model.nbytes() + (draft.nbytes() if draft else 0)
+    return ModelBytes(nbytes, round(bytes_per_step(model).decode(1, 0)))

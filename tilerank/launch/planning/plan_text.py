@@ -26,6 +26,7 @@ _RANK = (
     "media",
     "speaker",
     "speech",
+    "draft_model",
 )
 _NODE = (
     "node",
@@ -165,7 +166,7 @@ def _verdict(plan: Plan) -> list[str]:
     fits = f"Fits: {size(plan.need)} of {size(plan.available)}, processes included."
     full = [node.node for node in plan.nodes if node.need(plan.cached_tokens, plan.window) > node.free]
     if full:
-        return [fits, _overflow_note(full), *_media(plan), *_speech(plan)]
+        return [fits, _overflow_note(full), *_media(plan), *_speech(plan), *_drafts(plan)]
     return [
         fits,
         f"{cache_text(plan)}.",
@@ -173,6 +174,7 @@ def _verdict(plan: Plan) -> list[str]:
         *_states(plan, f"{states_text(plan)}."),
         *_media(plan),
         *_speech(plan),
+        *_drafts(plan),
     ]
 
 
@@ -208,6 +210,11 @@ def _speech(plan: Plan) -> list[str]:
         return []
     weights, most = sum(rank.speaker for rank in plan.ranks), max(rank.speech for rank in plan.ranks)
     return [f"Speech: {size(weights)} of the weights speak; what they speak takes up to {size(most)} on each rank."]
+
+
+def _drafts(plan: Plan) -> list[str]:
+    weights = sum(rank.draft_model for rank in plan.ranks)
+    return [f"Drafts: {size(weights)} of the weights are those of the draft model."] if weights else []
 
 
 def cache_text(plan: Plan) -> str:
@@ -256,6 +263,7 @@ def render_replicas(replicas: ReplicaPlans) -> str:
                 *states,
                 *_media(plan),
                 *_speech(plan),
+                *_drafts(plan),
             ]
         )
     sections += [_shared_memory(replicas), _shared_verdict(replicas)]

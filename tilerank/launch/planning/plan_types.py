@@ -104,12 +104,14 @@ _KINDS = tuple(field.name for field in fields(MemoryUse))
 class RankShare(MemoryUse):
     """The placement of one rank, and its memory.
 
-    encoder: bytes of the weights that encode media, a part of `weights`. speaker: the same of those that speak.
+    encoder: bytes of the weights that encode media, a part of `weights`. speaker, draft_model: the same of those that
+    speak, and of a model that drafts.
     """
 
     placement: RankPlacement
     encoder: int = 0
     speaker: int = 0
+    draft_model: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,9 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits that all ranks hold for each of the model's weights: scales, copies and padding included."""
-        return 8 * self.memory.weights * self.tp / len(self.ranks) / self.parameters
+        """Bits that all ranks hold for each of the model's own weights: scales, copies and padding included."""
+        own = self.memory.weights - sum(rank.draft_model for rank in self.ranks)
+        return 8 * own * self.tp / len(self.ranks) / self.parameters
 
     @cached_property
     def memory(self) -> MemoryUse:

@@ -69,6 +69,10 @@ class BaseScheduler(Generic[S]):
             drafts = kind.draft_room(sequence, drafts)
         return drafts
 
+    def new_pages(self, sequence: S) -> list[int]:
+        """Return the pages of a running sequence that the ranks have not received, and count them as sent."""
+        return [page for kind in self.kinds for page in kind.new_pages(sequence)]
+
     def preempt(self) -> S:
         """Move the youngest running sequence to its place in the queue, and return it."""
         youngest = self.running[-1]

@@ -67,6 +67,11 @@ class CacheKind(Generic[S]):
         sequence may need the room. Returns for how many there is room, at most `drafts`."""
         return drafts
 
+    def new_pages(self, sequence: S) -> list[int]:
+        """Return the pages of the model's cache that a sequence has and the ranks have not received, and count them as
+        sent."""
+        return []
+
     def release(self, sequence: S, *, share: bool = True) -> None:
         """Take back what a sequence has. share: whether later sequences may use what it leaves."""
 

@@ -89,13 +89,6 @@ class PagePool(CacheKind[PagedSequence]):
             pages.append(page)
         return pages
 
-    def new_pages(self, sequence: PagedSequence) -> list[int]:
-        """Return the pages of a sequence that the other ranks have not received, and count them as sent."""
-        table = self.tables[sequence]
-        new = table.numbers[table.sent :] if len(table) > table.sent else []
-        table.sent += len(new)
-        return new
-
     def reserve(self, sequence: PagedSequence) -> bool:
         """Use the pages of the tree that begin with a sequence's tokens. Returns False unless the other pages are free,
         and one more for each running sequence.
@@ -134,6 +127,12 @@ class PagePool(CacheKind[PagedSequence]):
         while len(numbers) < num_pages(sequence.cached + drafts) and self.free > len(self.tables):
             numbers.append(self._allocate())
         return min(drafts, len(numbers) * PAGE_TOKENS - sequence.cached)
+
+    def new_pages(self, sequence: PagedSequence) -> list[int]:
+        table = self.tables[sequence]
+        new = table.numbers[table.sent :] if len(table) > table.sent else []
+        table.sent += len(new)
+        return new
 
     def release(self, sequence: PagedSequence, *, share: bool = True) -> None:
         """Release the pages of a sequence. Those in the tree stay there until they are evicted, or without `share` as

@@ -82,11 +82,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Run the draft head over the last step (step/model.py: DraftHead).
+    """Run what drafts after the last step (rank/drafter.py).
 
-    chunks: sequences of that step. The tokens are those after the tokens of the first rows of the sequence there, with
-    the positions and indices of these rows. Chunks with logits draft the tokens after their last: as many as `counts`
-    says.
+    chunks: sequences of that step. For a draft head (step/model.py: DraftHead), the tokens are those after the tokens
+    of the first rows of the sequence there, with the positions and indices of these rows. For a draft model, they are
+    those that it has not read. Chunks with logits draft the tokens after their last: as many as `counts` says.
     """
 
     chunks: list[Chunk]

@@ -4,8 +4,9 @@ from typing import Literal
 
 from .sizes import STATE_DRAFTS
 
-Speculative = Literal["auto", "off", "ngram", "mtp"]
-"""ngram, auto: what followed the same tokens before. mtp: by the multi-token-prediction head of the checkpoint."""
+Speculative = Literal["auto", "off", "ngram", "mtp", "draft"]
+"""ngram, auto: what followed the same tokens before. mtp: by the multi-token-prediction head of the checkpoint. draft:
+by a model of its own (--draft-model)."""
 
 
 def loads_head(speculative: Speculative) -> bool:

@@ -41,6 +41,7 @@ class RankConfig:
     kv_dir: where pages of the cache are kept in files; None: nowhere. kv_dir_bytes: at most, of all ranks together.
     family_options: those of the model's family.
     speculative: which drafts are made.
+    draft_model: the directory of the model that drafts, with speculative "draft".
     eager: compute steps while the model's Python runs instead of recording them first (step_graphs.py).
     """
 
@@ -60,6 +61,7 @@ class RankConfig:
     kv_dir_bytes: int = KV_DIR_BYTES
     family_options: FamilyOptions = field(default_factory=dict)
     speculative: Speculative = "off"
+    draft_model: Path | None = None
     eager: bool = False
 
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tilerank.kernels import core, ops
+from tilerank.kernels import ops
 from tilerank.kernels.graph import Profile
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import StateSlots
@@ -22,7 +22,6 @@ from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.packed_weights import NO_FILES, WeightFiles
 from tilerank.loader.weight_formats import weight_formats
 from tilerank.loader.weights import LoadReport, load_weights
-from tilerank.parallel.group import RecordableGroup
 from tilerank.parallel.input_squares import InputSquares
 from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
@@ -49,9 +48,11 @@ from ..step.cache import (
 from ..step.draft_rows import separate_drafts
 from ..step.model import Encoder
 from ..step.rank_encodings import RankEncodings
-from ..step.step_graphs import StepGraphs
+from ..step.step_graphs import recorded_steps
 from .counters import RankCounters, StepCounter
+from .draft_model import DraftModel
 from .draft_rank import DraftRank
+from .drafter import Drafter, HeadDrafter
 from .page_store import PageStore, open_page_files
 from .rank_config import RankConfig, notes_of, with_context_length
 from .registry import build_model, read_supported_card
@@ -130,23 +131,34 @@ class Worker:
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         self.store = None if files is None else PageStore(files, self._caches, group)
         """Keeps pages of the cache in files; None if the configuration has no directory for them."""
+        self.step_bytes = bytes_per_step(self._model)
+        """What a step reads on this rank."""
         longest = num_pages(min(self.max_total_tokens, self.card.context_length))
         spare_window_page = self.window_pages if self.window else None
         limits = BatchLimits(MAX_RUNNING, longest, self.pages, self.source_pages, spare_window_page)
         self._filler = BatchFiller(self._model.batch_content(), limits)
-        self._graphs = None if config.eager else self._step_graphs()
-        self._counter = StepCounter(bytes_per_step(self._model))
+        self._graphs = None if config.eager else recorded_steps(group)
+        self._counter = StepCounter(self.step_bytes)
         self._held: dict[int, RankSequence] = {}
         self.hidden_states: Mapping[int, Tensor] = {}
         """The hidden states of the last step (HiddenRows.states), valid as long as its logits."""
         self._encodings = RankEncodings(self._model.encoder)
-        self._drafts: DraftRank | None = None
+        drafter: Drafter | None = None
         if self._model.draft_head is not None:
-            self._drafts = DraftRank(self._model, self._caches, limits, self._step_graphs() if self._graphs else None)
+            drafter = HeadDrafter(self._model, self._caches, MAX_RUNNING)
+        self.draft_model: DraftModel | None = None
+        """Drafts for this model; None if no other model does."""
+        if config.draft_model is not None:
+            tokens = (self.pages + 1) * PAGE_TOKENS
+            self.draft_model = DraftModel(config.draft_model, self.card.context_length, sharding, config, tokens)
+            drafter = self.draft_model
+        self._drafts: DraftRank | None = None
+        if drafter is not None:
+            self._drafts = DraftRank(drafter, limits, recorded_steps(group) if self._graphs else None)
         self.speech: SpeechRank | None = None
         """Computes speech; None if the model does not speak."""
         if self._model.speaker is not None:
-            graphs = self._step_graphs() if self._graphs else None
+            graphs = recorded_steps(group) if self._graphs else None
             self.speech = SpeechRank(
                 self._model.speaker,
                 config.dtype,
@@ -159,7 +171,7 @@ class Worker:
     @property
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights."""
-        return self._model.nbytes()
+        return self._model.nbytes() + (self.draft_model.weight_bytes if self.draft_model else 0)
 
     @property
     def parameters(self) -> int:
@@ -218,9 +230,10 @@ class Worker:
         specs = self._model.cache_specs()
         sources = bytes_per_source_page(specs) * self.source_pages
         speech = self.speech.cache_bytes if self.speech else 0
+        drafts = self.draft_model.cache_bytes if self.draft_model else 0
         windows = bytes_per_window_token(specs) * self.window_pages * PAGE_TOKENS
         states = bytes_per_state(specs) * self.states
-        return bytes_per_token(specs) * self.cache_tokens + windows + states + sources + speech
+        return bytes_per_token(specs) * self.cache_tokens + windows + states + sources + speech + drafts
 
     def follow(self) -> None:
         """Ranks above 0: compute the announced steps until rank 0 stops. Raises GroupError if a rank is lost."""
@@ -380,16 +393,3 @@ class Worker:
             assert self.speech is not None and batch.kept.hidden is not None
             self.speech.keep(step, batch.kept.hidden)
         return logits
-
-    def _step_graphs(self) -> StepGraphs | None:
-        """Return None where steps cannot be recorded. All ranks agree on that, and rank 0 logs the reason."""
-        group = self.team.group
-        if core.isa() == "reference":
-            reason = "kernels run in plain torch"
-        elif not isinstance(group, RecordableGroup):
-            reason = f"collectives of {type(group).__name__} cannot be recorded"
-        else:
-            return StepGraphs(group)
-        if group.rank == 0:
-            log.info("steps run eagerly: %s", reason)
-        return None

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tilerank.kernels import ops
+from tilerank.kernels import core, ops
 from tilerank.kernels.graph import Graph, Profile
-from tilerank.parallel.group import RecordableGroup
+from tilerank.parallel.group import Group, RecordableGroup
 
 log = logging.getLogger(__name__)
 
@@ -100,3 +100,16 @@ class StepGraphs:
             graph.nbytes() / 1e6,
         )
         return graph
+
+
+def recorded_steps(group: Group) -> StepGraphs | None:
+    """Return None where steps cannot be recorded. All ranks agree on that, and rank 0 logs the reason."""
+    if core.isa() == "reference":
+        reason = "kernels run in plain torch"
+    elif not isinstance(group, RecordableGroup):
+        reason = f"collectives of {type(group).__name__} cannot be recorded"
+    else:
+        return StepGraphs(group)
+    if group.rank == 0:
+        log.info("steps run eagerly: %s", reason)
+    return None

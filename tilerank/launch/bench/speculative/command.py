@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from tilerank.loader.quantization_config import held_codes
 from tilerank.loader.tokenizer import Tokenizer
+from tilerank.runtime.protocol.speculative import Speculative
 
 from ...errors import LaunchError
 from ...options.arguments import whole_number, whole_numbers
+from ...options.draft_model import check_draft_model
 from ...options.hub import add_model_argument
 from ...options.model import add_draft_argument, model_options
 from ..harness import Column, Row, add_json_argument, add_repeat_argument, check_json_argument, table, write_json
@@ -62,12 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.draft_model is None:
+        args.speculative = args.speculative or "ngram"
     if is_rank(args):
         tokens = max(args.requests) * (_longest(args) + args.new_tokens + 32)
         return run_as_rank(
             args, EngineJob(args, total_tokens=tokens, measure=lambda engine, *_: _measure(args, engine))
         )
     check_json_argument(args)
+    check_draft_model(model_options(args).draft_model, Tokenizer(args.model))
     if max(args.requests) > VARIANTS:
         raise LaunchError(f"--requests: expected at most {VARIANTS}, found {max(args.requests)}")
     report = run_ranks(args, args.argv)
@@ -120,13 +125,16 @@ def _measure_task(args: argparse.Namespace, engine: Engine, counts: DraftCounts,
     from tilerank.runtime.lead.drafting.draft_sources import draft_source
     from tilerank.runtime.lead.drafting.drafts import Drafting
 
-    some = _requests_of(engine, task, number, args.new_tokens)
-    _time(engine, some)
+    def timed(speculative: Speculative) -> Row:
+        engine.drafting = Drafting(draft_source(speculative, engine.worker), engine.scheduler, counts)
+        return _time(engine, some)
+
+    some, drafts = _requests_of(engine, task, number, args.new_tokens), model_options(args).speculative
+    timed(drafts)  # the pages of prompts have entries of what drafts from now on
     plain, drafted = list[Row](), list[Row]()
     for _ in range(args.repeat):
-        for runs, source in ((plain, None), (drafted, draft_source(args.speculative, engine.worker))):
-            engine.drafting = Drafting(source, engine.scheduler, counts)
-            runs.append(_time(engine, some))
+        plain.append(timed("off"))
+        drafted.append(timed(drafts))
     if any(run["token_ids"] != plain[0]["token_ids"] for run in plain + drafted):
         raise LaunchError(f"bench speculative: task {task}: expected the same tokens in every run, found others")
     rates = [statistics.median(run["tokens_per_s"] for run in runs) for runs in (plain, drafted)]

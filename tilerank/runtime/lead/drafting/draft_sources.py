@@ -7,6 +7,7 @@ from ...protocol.speculative import Speculative
 from ...rank.worker import Worker
 from .drafts import DraftSource
 from .head_drafts import HeadDrafts
+from .model_drafts import ModelDrafts
 from .ngrams import NgramDrafts
 
 log = logging.getLogger(__name__)
@@ -15,6 +16,7 @@ _SOURCES: Mapping[Speculative, tuple[Callable[[Worker], DraftSource], str]] = {
     "auto": (lambda _: NgramDrafts(), "tokens that texts repeat"),
     "ngram": (lambda _: NgramDrafts(), "tokens that texts repeat"),
     "mtp": (HeadDrafts, "tokens of the multi-token-prediction head"),
+    "draft": (ModelDrafts, "tokens of the draft model"),
 }
 
 

@@ -32,7 +32,7 @@ class DraftSource(ABC):
     def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[Proposal]:
         """Return for each sequence up to `most` tokens. Called between steps, which wait for it."""
 
-    def follow(self, scheduled: Scheduled) -> None:
+    def follow(self, scheduled: Scheduled, scheduler: Scheduler) -> None:
         """A step was computed, and its sequences have the tokens that were chosen."""
         return
 
@@ -84,7 +84,7 @@ class Drafting:
         if self._rows:
             self._counts.time(self._rows, time.perf_counter() - self._began)
         if self._source is not None:
-            self._source.follow(scheduled)
+            self._source.follow(scheduled, self._scheduler)
 
     def report(self, state: EngineState) -> None:
         """Set the fields of `state` that are about drafts."""

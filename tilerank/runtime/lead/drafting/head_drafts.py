@@ -1,12 +1,12 @@
 """Drafts of the multi-token-prediction head of a checkpoint (models/mtp.py)."""
 
-from collections import abc
-
-from ...protocol.rank_messages import Chunk, Draft
+from ...protocol.rank_messages import Chunk
 from ...rank.worker import Worker
+from ..scheduler import Scheduler
 from ..sequence import Scheduled, Sequence
-from .draft_counts import Proposal, Share
-from .drafts import DraftSource, common_prefix
+from .draft_counts import Share
+from .drafts import common_prefix
+from .led_drafts import Led, LedDrafts
 
 MAX_HEAD_DRAFTS = 3
 """Tokens that the head drafts for a sequence. With the row of the token before them they fill a recorded step of 4
@@ -18,45 +18,27 @@ TRIAL_EVERY = 64
 """In one step of so many, the head drafts as many tokens as it may: more of them may be right than were before."""
 
 
-class HeadDrafts(DraftSource):
-    """Leads the draft head over every step, so that its cache has all tokens, and keeps its drafts for the next one."""
+class HeadDrafts(LedDrafts):
+    """Leads the draft head over every step, so that its cache has all tokens."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._drafts: dict[Sequence, tuple[int, list[int]]] = {}  # the length of a text, and the drafts after it
+        super().__init__(worker)
         self._right = [Share(2.0, 4.0) for _ in range(MAX_HEAD_DRAFTS)]  # of drafts with all before them, by number
         self._steps = 0
 
-    def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[Proposal]:
-        found = [self._drafts.get(sequence, (0, [])) for sequence in sequences]
-        return [
-            Proposal(tokens[:count] if length == sequence.length else [])
-            for sequence, count, (length, tokens) in zip(sequences, most, found, strict=True)
-        ]
-
-    def follow(self, scheduled: Scheduled) -> None:
-        for sequence, _ in scheduled:
-            self._learn(sequence)
-        depth = self._depth()
-        led = [(sequence, after) for sequence, chunk in scheduled if (after := _after(sequence, chunk)) is not None]
-        self._drafts = {sequence: found for sequence, found in self._drafts.items() if sequence.is_running}
-        if not led:
-            return
-        message = Draft([chunk for _, chunk in led], [min(sequence.max_drafts, depth) for sequence, _ in led])
-        self._worker.announce(message)
-        drafted = self._worker.draft(message)
-        self._drafts |= {
-            sequence: (sequence.length, tokens) for (sequence, _), tokens in zip(led, drafted, strict=True)
-        }
-
-    def _learn(self, sequence: Sequence) -> None:
-        """Compare what was drafted for a sequence with the tokens that it got."""
-        length, tokens = self._drafts.pop(sequence, (sequence.length, []))
-        chosen = sequence.tokens[length:]
-        right = common_prefix(tokens, chosen)
+    def _learn(self, sequence: Sequence, chunk: Chunk, drafts: list[int], chosen: list[int]) -> None:
+        right = common_prefix(drafts, chosen)
         # After the first wrong draft, all are wrong; after the last token that was chosen, none is known.
-        for number in range(len(tokens) if right < len(chosen) else right):
+        for number in range(len(drafts) if right < len(chosen) else right):
             self._right[number].add(number < right)
+
+    def _lead(self, scheduled: Scheduled, scheduler: Scheduler) -> list[Led]:
+        depth = self._depth()
+        return [
+            (sequence, after, min(sequence.max_drafts, depth))
+            for sequence, chunk in scheduled
+            if (after := _after(sequence, chunk)) is not None
+        ]
 
     def _depth(self) -> int:
         self._steps += 1
