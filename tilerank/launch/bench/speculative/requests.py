@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from tilerank.loader.tokenizer import Tokenizer
+
 VARIANTS = 16
 """Different requests of each kind, which run together in a batch."""
 
@@ -91,3 +93,15 @@ TASKS: Mapping[str, Callable[[str], str]] = {"edit": _edit, "quote": _quote, "js
 def requests(task: str, count: int) -> list[str]:
     """Return `count` different requests, at most VARIANTS."""
     return [TASKS[task](town) for town in _TOWNS[:count]]
+
+
+def prompts(tokenizer: Tokenizer, task: str, count: int) -> list[list[int]]:
+    """Return the tokens of `count` requests as the model's chat template writes them."""
+    chats = [[{"role": "user", "content": text}] for text in requests(task, count)]
+    rendered = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+
+
+def end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end an answer."""
+    return tokenizer.end_token_ids(tokenizer.chat_template.after_answer)
