@@ -8,12 +8,11 @@ It takes the options of `tilerank bench model` as well, except --image.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tilerank.launch.bench.cases import cases_of, check_cases, prompts, timing_of
 from tilerank.launch.bench.chart import check_chart_argument, write_chart
@@ -27,7 +26,7 @@ from tilerank.loader.card import read_card
 from tilerank.loader.quantization_config import DEFAULT_INT4_GROUP
 
 from . import script
-from .peer import Peer, add_peers_argument, ready_peers
+from .peer import Peer, add_peers_argument, add_scratch_argument, ready_peers, scratch_of
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,9 @@ PEERS = {
 
 It reads WORKLOAD: `model` (a directory or a GGUF file), `dtype`, `quantization` (null or a value of
 --quantization), `group` (inputs to a scale of int4), `cores`, `scratch` (a directory for converted weights, kept
-between its runs), and `cases`, each with `prompts` (a batch of lists of token ids) and `new_tokens` (tokens to generate
-after the first).
+between its runs), `drafts` (whether it drafts tokens by its own lookup; those of compare_speculative.py can), and
+`cases`, each with `prompts` (a batch of lists of token ids), `new_tokens` (tokens to generate after the first, at
+most) and `end_token_ids` (an answer ends with one of them; none in compare.py).
 
 It writes RESULT: `version`, `load_s`, `ready_at` (time.monotonic()), and `events`, for each case a list of
 [index of the prompt, seconds since the start] of each new token.
@@ -86,12 +86,7 @@ def obstacle(peer: Peer, model: Path, quantization: str | None = None) -> str | 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers_argument(parser, PEERS)
-    parser.add_argument(
-        "--scratch",
-        type=Path,
-        metavar="DIR",
-        help="keep the weights that peers convert in DIR, for later runs (default: a temporary directory)",
-    )
+    add_scratch_argument(parser)
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -106,14 +101,13 @@ def compare(args: argparse.Namespace) -> int:
     peaks = peaks_of(cores)
     print(peaks.text(), flush=True)
     rounds: dict[str, list[Report]] = {name: [] for name in (OURS, *(peer.name for peer in peers))}
-    with contextlib.ExitStack() as stack:
-        scratch = args.scratch or stack.enter_context(tempfile.TemporaryDirectory(prefix="tilerank-bench-"))
+    with scratch_of(args) as scratch:
         for number in range(args.repeat):
             # Systems alternate, each alone on the machine, so that a slow minute affects all of them.
             rounds[OURS].append(_measure_ours(args, number))
             dtype = rounds[OURS][0]["dtype"]
             for peer in peers:
-                rounds[peer.name].append(_measure_peer(args, peer, cores, dtype, number, Path(scratch)))
+                rounds[peer.name].append(_measure_peer(args, peer, cores, dtype, number, scratch))
     reports = {system: merged(system_rounds) for system, system_rounds in rounds.items()}
     rows = rows_of(reports, cases_of(args), args.model.name, peaks)
     print("\n".join(table(rows)))
@@ -130,7 +124,30 @@ def _measure_ours(args: argparse.Namespace, number: int) -> Report:
 def _measure_peer(
     args: argparse.Namespace, peer: Peer, cores: list[int], dtype: str, number: int, scratch: Path
 ) -> Report:
-    vocab, cases = read_card(args.model).vocab_size, cases_of(args)
+    vocab, timed = read_card(args.model).vocab_size, cases_of(args)
+    cases = [
+        {"new_tokens": new_tokens_of(case) - 1, "prompts": prompts(case, vocab, number), "end_token_ids": []}
+        for case in timed
+    ]
+    report = run_peer(args, peer, cores, dtype, cases, scratch)
+    timings = [
+        [asdict(timing_of([(prompt, seconds) for prompt, seconds in events], case))]
+        for case, events in zip(timed, report["events"], strict=True)
+    ]
+    return report | {"timings": timings}
+
+
+def run_peer(
+    args: argparse.Namespace,
+    peer: Peer,
+    cores: list[int],
+    dtype: str,
+    cases: list[dict[str, Any]],
+    scratch: Path,
+    *,
+    drafts: bool = False,
+) -> Report:
+    """Run a peer's program with the cases of its WORKLOAD. Returns its RESULT, and the seconds until it was ready."""
     peer_scratch = scratch.absolute() / peer.name
     peer_scratch.mkdir(parents=True, exist_ok=True)
     workload = {
@@ -140,21 +157,12 @@ def _measure_peer(
         "group": args.quantization_group or DEFAULT_INT4_GROUP,
         "cores": cores,
         "scratch": str(peer_scratch),
-        "cases": [
-            {
-                "new_tokens": new_tokens_of(case) - 1,
-                "prompts": prompts(case, vocab, number),
-            }
-            for case in cases
-        ],
+        "drafts": drafts,
+        "cases": cases,
     }
     start = time.monotonic()
     report = peer.run(str(PEERS[peer.name].file), workload, peer_scratch)
-    timings = [
-        [asdict(timing_of([(prompt, seconds) for prompt, seconds in events], case))]
-        for case, events in zip(cases, report["events"], strict=True)
-    ]
-    return report | {"ready_s": report["ready_at"] - start, "timings": timings}
+    return report | {"ready_s": report["ready_at"] - start}
 
 
 if __name__ == "__main__":

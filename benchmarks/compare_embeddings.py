@@ -29,7 +29,7 @@ PEERS = {"sentence-transformers": ("sentence_transformers",)}
 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> None:
-    add_peers_argument(parser, PEERS)
+    add_peers_argument(parser, PEERS, default="sentence-transformers")
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -1,11 +1,13 @@
 """Systems to compare with. The programs of peers/ measure them in Python environments that have them."""
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,17 +69,36 @@ class Peer:
         return result
 
 
-def add_peers_argument(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+def add_peers_argument(parser: argparse.ArgumentParser, names: Iterable[str], default: str = "transformers") -> None:
     """Add --with, which chooses peers from `names`."""
     parser.add_argument(
         "--with",
         dest="peers",
         type=peers_of(names),
-        default=[Peer("transformers", sys.executable)],
+        default=default,
         metavar="NAME[=PYTHON],...",
         help=f"peers from {', '.join(names)}; PYTHON is the interpreter that has the peer, by default this one "
-        "(default: transformers)",
+        f"(default: {default})",
     )
+
+
+def add_scratch_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="keep the weights that peers convert in DIR, for later runs (default: a temporary directory)",
+    )
+
+
+@contextlib.contextmanager
+def scratch_of(args: argparse.Namespace) -> Iterator[Path]:
+    """Yield the directory of --scratch, or a temporary one."""
+    if args.scratch:
+        yield args.scratch
+    else:
+        with tempfile.TemporaryDirectory(prefix="tilerank-bench-") as scratch:
+            yield Path(scratch)
 
 
 def peers_of(names: Iterable[str]) -> Callable[[str], list[Peer]]:

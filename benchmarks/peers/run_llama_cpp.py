@@ -2,6 +2,7 @@
 
 Runs without tilerank in a Python environment that has llama-cpp-python, and gguf to convert the model. The docstring of
 PEERS in benchmarks/compare.py describes WORKLOAD and RESULT. A step is one llama_decode and the argmax of its logits.
+Drafts are those of the LlamaPromptLookupDecoding of llama-cpp-python.
 """
 
 import json
@@ -10,15 +11,21 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = {"gemma3_text": "GEMMA3", "gpt_oss": "GPT_OSS", "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """gguf's names by model_type."""
 PROMPT_ROWS = 2048  # tokens in one llama_decode of a prefill
+DRAFTS = 2  # what the documentation of its prompt lookup advises for CPUs
 FUSED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
 """The tensors of gpt-oss that hold all experts of a layer, gate and up row by row."""
+
+Row = tuple[int, int, int, bool]
+"""Sequence, position, token, and whether the next token is needed (needs_logits)."""
+Event = tuple[int, float]
+"""Index of a prompt, and the seconds after which it has one more token."""
 
 
 def tensors(model: Path) -> Iterator[tuple[str, Any]]:
@@ -234,11 +241,8 @@ class Context:
         self._batch = llama_cpp.llama_batch_init(PROMPT_ROWS, 0, 1)
         self._vocab = vocab
 
-    def decode(self, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """Run one step and return the next token of each sequence that has a row with needs_logits.
-
-        rows: (sequence, position, token, needs_logits) each.
-        """
+    def decode(self, rows: list[Row]) -> list[int]:
+        """Run one step and return the next token after each row with needs_logits."""
         import numpy
 
         batch = self._batch
@@ -248,16 +252,73 @@ class Context:
             batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
         if self._library.llama_decode(self._context, batch) != 0:
             sys.exit("llama_decode failed")
-        next_tokens = {}
-        for row, (sequence, _, _, needs_logits) in enumerate(rows):
-            if needs_logits:
-                logits = self._library.llama_get_logits_ith(self._context, row)
-                next_tokens[sequence] = int(numpy.ctypeslib.as_array(logits, (self._vocab,)).argmax())
+        next_tokens = []
+        for row in (number for number, (_, _, _, needs_logits) in enumerate(rows) if needs_logits):
+            logits = self._library.llama_get_logits_ith(self._context, row)
+            next_tokens.append(int(numpy.ctypeslib.as_array(logits, (self._vocab,)).argmax()))
         return next_tokens
+
+    def cut(self, sequence: int, tokens: int) -> None:
+        """Remove what is cached of a sequence after its first `tokens` tokens."""
+        if not self._library.llama_memory_seq_rm(self._library.llama_get_memory(self._context), sequence, tokens, -1):
+            sys.exit("llama_memory_seq_rm failed: what is cached of a wrong draft cannot be removed")
 
     def close(self) -> None:
         self._library.llama_batch_free(self._batch)
         self._library.llama_free(self._context)
+
+
+def answer(
+    context: Context,
+    prompts: list[list[int]],
+    new_tokens: int,
+    ends: list[int],
+    lookup: Callable[[Any], Any] | None = None,
+) -> list[Event]:
+    """Generate up to `new_tokens` tokens of each prompt after its first one, and return when each came.
+
+    lookup: returns tokens that may follow the given ones. A step checks them together.
+    """
+    import numpy
+
+    texts = [list(prompt) for prompt in prompts]
+    most = [len(prompt) + 1 + new_tokens for prompt in prompts]
+    running = set(range(len(prompts)))
+    events: list[Event] = []
+    start = time.monotonic()
+
+    def step(rows: list[Row]) -> None:
+        chosen = iter(context.decode(rows))
+        seconds = time.monotonic() - start
+        for sequence, position, token, needs_logits in rows:
+            if not needs_logits:
+                continue
+            next_token, text = next(chosen), texts[sequence]
+            # A row counts if it is the last one of the text, which a right draft has become.
+            if sequence in running and position == len(text) - 1 and token == text[position]:
+                text.append(next_token)
+                events.append((sequence, seconds))
+                if next_token in ends or len(text) == most[sequence]:
+                    running.remove(sequence)
+
+    prompt_rows = [
+        (sequence, position, token, position == len(prompt) - 1)
+        for sequence, prompt in enumerate(prompts)
+        for position, token in enumerate(prompt)
+    ]
+    for row in range(0, len(prompt_rows), PROMPT_ROWS):
+        step(prompt_rows[row : row + PROMPT_ROWS])
+    while running:
+        rows: list[Row] = []
+        for sequence in sorted(running):
+            text = texts[sequence]
+            drafts = [] if lookup is None else lookup(numpy.array(text, dtype=numpy.intc)).tolist()
+            rows += [(sequence, len(text) - 1 + i, token, True) for i, token in enumerate([text[-1], *drafts])]
+        step(rows)
+        if lookup is not None:
+            for sequence in running:
+                context.cut(sequence, len(texts[sequence]) - 1)
+    return events
 
 
 def main(workload: dict[str, Any]) -> dict[str, Any]:
@@ -276,6 +337,7 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
         quantise(source, workload["quantization"], file)
     converted_s = time.monotonic() - start
     import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     start = time.monotonic()
     llama_cpp.llama_backend_init()
@@ -283,33 +345,20 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), parameters)
     load_s = time.monotonic() - start
     vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    lookup = LlamaPromptLookupDecoding(num_pred_tokens=DRAFTS) if workload["drafts"] else None
 
-    def run(prompts: list[list[int]], new_tokens: int) -> list[tuple[int, float]]:
-        longest = max(map(len, prompts)) + new_tokens + 1
+    def run(case: dict[str, Any], new_tokens: int) -> list[Event]:
+        prompts = case["prompts"]
+        longest = max(map(len, prompts)) + new_tokens + 1 + DRAFTS
         context = Context(model, vocab, len(prompts), longest, len(workload["cores"]))
-        rows = [
-            (sequence, position, token, position == len(prompt) - 1)
-            for sequence, prompt in enumerate(prompts)
-            for position, token in enumerate(prompt)
-        ]
-        events: list[tuple[int, float]] = []
-        next_tokens: dict[int, int] = {}
-        start = time.monotonic()
-        for row in range(0, len(rows), PROMPT_ROWS):
-            first_tokens = context.decode(rows[row : row + PROMPT_ROWS])
-            events += [(sequence, time.monotonic() - start) for sequence in first_tokens]
-            next_tokens |= first_tokens
-        for step in range(new_tokens):
-            next_tokens = context.decode([(s, len(prompts[s]) + step, token, True) for s, token in next_tokens.items()])
-            seconds = time.monotonic() - start
-            events += [(sequence, seconds) for sequence in next_tokens]
+        events = answer(context, prompts, new_tokens, case["end_token_ids"], lookup)
         context.close()
         return events
 
     for case in workload["cases"]:
-        run(case["prompts"], 2)  # warm-up: some systems prepare kernels for each shape
+        run(case, 2)  # warm-up: some systems prepare kernels for each shape
     ready_at = time.monotonic()
-    events = [run(case["prompts"], case["new_tokens"]) for case in workload["cases"]]
+    events = [run(case, case["new_tokens"]) for case in workload["cases"]]
     return {"version": llama_cpp.__version__, "load_s": load_s, "ready_at": ready_at - converted_s, "events": events}
 
 

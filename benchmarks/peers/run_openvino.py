@@ -2,7 +2,7 @@
 
 Runs without tilerank in a Python environment that has openvino-genai, and optimum-intel to convert the model.
 The docstring of PEERS in benchmarks/compare.py describes WORKLOAD and RESULT. A step is one step of its continuous
-batching pipeline over all prompts.
+batching pipeline over all prompts. Drafts are those of its prompt lookup.
 """
 
 import json
@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+DRAFTS, NGRAM = 5, 3  # as in its sample of prompt lookup
 
 
 def convert(workload: dict[str, Any], target: Path) -> None:
@@ -49,21 +51,24 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
         "INFERENCE_NUM_THREADS": len(workload["cores"]),
         "PERFORMANCE_HINT": "LATENCY",
         "CACHE_DIR": str(Path(workload["scratch"]) / "compiled"),
-    }
+    } | ({"prompt_lookup": True} if workload["drafts"] else {})
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_batched_tokens = 8192  # no chunked prefill
     start = time.monotonic()
     pipeline = genai.ContinuousBatchingPipeline(str(model_dir), scheduler, "CPU", properties)
     load_s = time.monotonic() - start
 
-    def run(prompts: list[list[int]], new_tokens: int) -> list[tuple[int, float]]:
+    def run(case: dict[str, Any], new_tokens: int) -> list[tuple[int, float]]:
         settings = genai.GenerationConfig()
-        settings.max_new_tokens = settings.min_new_tokens = new_tokens + 1
-        settings.ignore_eos = True
+        settings.max_new_tokens = new_tokens + 1
+        settings.stop_token_ids = set(case["end_token_ids"])
+        settings.ignore_eos = not settings.stop_token_ids
+        if workload["drafts"]:
+            settings.num_assistant_tokens, settings.max_ngram_size = DRAFTS, NGRAM
         start = time.monotonic()
         handles = [
             pipeline.add_request(number, openvino.Tensor(numpy.array([prompt])), settings)
-            for number, prompt in enumerate(prompts)
+            for number, prompt in enumerate(case["prompts"])
         ]
         events = []
         while pipeline.has_non_finished_requests():
@@ -76,9 +81,9 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
         return events
 
     for case in workload["cases"]:
-        run(case["prompts"], 2)  # warm-up: some systems prepare kernels for each shape
+        run(case, 2)  # warm-up: some systems prepare kernels for each shape
     ready_at = time.monotonic()
-    events = [run(case["prompts"], case["new_tokens"]) for case in workload["cases"]]
+    events = [run(case, case["new_tokens"]) for case in workload["cases"]]
     return {"version": genai.__version__, "load_s": load_s, "ready_at": ready_at - converted_s, "events": events}
 
 

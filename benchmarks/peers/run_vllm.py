@@ -2,6 +2,7 @@
 
 Runs without tilerank in a Python environment that has vLLM. The docstring of PEERS in benchmarks/compare.py describes
 WORKLOAD and RESULT. A step is one step of its engine, in this process, with one worker that has a thread for each core.
+Drafts are those of its n-grams.
 """
 
 import json
@@ -10,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+DRAFTS, NGRAM = 5, 4  # as in its documentation of n-grams
 
 
 def main(workload: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +27,7 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
     import vllm
 
     longest = max(len(prompt) + case["new_tokens"] for case in workload["cases"] for prompt in case["prompts"])
+    lookup = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": NGRAM}
     start = time.monotonic()
     engine = vllm.LLM(
         workload["model"],
@@ -33,11 +37,19 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=max(len(case["prompts"]) for case in workload["cases"]),
         enable_prefix_caching=False,
         enforce_eager=True,  # compilation takes longer than all cases
+        speculative_config=lookup if workload["drafts"] else None,
     ).llm_engine
     load_s = time.monotonic() - start
 
-    def run(prompts: list[list[int]], new_tokens: int) -> list[tuple[int, float]]:
-        settings = vllm.SamplingParams(temperature=0, max_tokens=new_tokens + 1, ignore_eos=True, detokenize=False)
+    def run(case: dict[str, Any], new_tokens: int) -> list[tuple[int, float]]:
+        prompts = case["prompts"]
+        settings = vllm.SamplingParams(
+            temperature=0,
+            max_tokens=new_tokens + 1,
+            ignore_eos=True,
+            stop_token_ids=case["end_token_ids"],
+            detokenize=False,
+        )
         start = time.monotonic()
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, settings)
@@ -52,9 +64,9 @@ def main(workload: dict[str, Any]) -> dict[str, Any]:
         return events
 
     for case in workload["cases"]:
-        run(case["prompts"], 2)  # warm-up: some systems prepare kernels for each shape
+        run(case, 2)  # warm-up: some systems prepare kernels for each shape
     ready_at = time.monotonic()
-    events = [run(case["prompts"], case["new_tokens"]) for case in workload["cases"]]
+    events = [run(case, case["new_tokens"]) for case in workload["cases"]]
     return {"version": vllm.__version__, "load_s": load_s, "ready_at": ready_at, "events": events}
 
 
