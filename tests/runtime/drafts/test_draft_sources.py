@@ -1,11 +1,18 @@
 """What n-grams propose, and how many drafts are checked, by hand."""
 
+from collections import abc
+
 import pytest
+from drafting import NoDrafts
 
 from tests.runtime.test_scheduler import new_sequence
 from tilerank.runtime.lead.drafting.draft_counts import TRIAL_EVERY, TRIAL_STEPS, DraftCounts, Proposal, StepTimes
+from tilerank.runtime.lead.drafting.drafts import Drafting, DraftSource
 from tilerank.runtime.lead.drafting.ngrams import INDEXED, SHARED_BLOCK, NgramDrafts
+from tilerank.runtime.lead.pages import PagePool
+from tilerank.runtime.lead.scheduler import Scheduler
 from tilerank.runtime.lead.sequence import Sequence
+from tilerank.runtime.protocol.rank_messages import Chunk
 
 
 def proposed(source: NgramDrafts, tokens: list[int], count: int = 4) -> list[int]:
@@ -122,3 +129,24 @@ def test_what_was_dear_is_tried_again() -> None:
     for _ in range(12):
         counts.time(4, 1.0)
     assert counts.choose([(sequence, Proposal([5] * 3))], 1) == [3]
+
+
+def test_proposals_that_do_not_pay_become_rare() -> None:
+    """After 16 steps without drafts, one step of 8 asks for them, until there is another sequence."""
+    asked: list[int] = []
+
+    class Source(DraftSource):
+        def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[Proposal]:
+            asked.append(len(sequences))
+            return [Proposal([5])] * len(sequences)
+
+    scheduler = Scheduler([PagePool(4)], 4, 80)
+    drafting = Drafting(Source(), scheduler, NoDrafts())
+    step = [(new_sequence([1], 100, request), Chunk(request, 1, [5], [], 1)) for request in range(2)]
+    for sequence, _ in step:
+        sequence.append(5)
+    for _ in range(17 + 16):
+        drafting.extend(step[:1])
+    assert len(asked) == 17 + 2
+    drafting.extend(step)
+    assert asked[-1] == 2

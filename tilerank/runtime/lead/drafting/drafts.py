@@ -24,6 +24,10 @@ MAX_PROPOSED = 64
 """Tokens that are proposed for all sequences of a step, which bounds the time that choosing among them takes; at least
 one for each."""
 
+REST_AFTER, REST_STEPS = 16, 8
+"""After so many steps in a row of which none has drafts, only one step of so many asks for proposals: these take about
+a hundredth of a step of a small model."""
+
 
 class DraftSource(ABC):
     """Proposes tokens that may follow those of sequences."""
@@ -46,6 +50,8 @@ class Drafting:
         self._proposals: list[tuple[Sequence, Proposal]] = []
         self._began = 0.0
         self._rows = 0  # of the step, 0 if it is none of decoding
+        self._plain_steps = 0  # in a row, of the same number of sequences
+        self._sequences = 0
 
     def extend(self, scheduled: Scheduled) -> Scheduled:
         """Return a step with drafts. One that computes prompts has none: its rows are not free."""
@@ -53,6 +59,8 @@ class Drafting:
         if self._source is None or any(len(chunk.token_ids) != 1 or chunk.logits != 1 for _, chunk in scheduled):
             return scheduled
         self._rows = len(scheduled)
+        if self._rests(len(scheduled)):
+            return scheduled
         limit = min(MAX_DRAFTS, max(MAX_PROPOSED // len(scheduled), 1))
         most = [min(sequence.max_drafts, limit) for sequence, _ in scheduled]
         asked = [sequence for (sequence, _), count in zip(scheduled, most, strict=True) if count]
@@ -63,13 +71,21 @@ class Drafting:
         counts = self._counts.choose(self._proposals, self._rows)
         drafts = dict[Sequence, list[int]]()
         for (sequence, proposal), count in zip(self._proposals, counts, strict=True):
-            if room := self._scheduler.draft_room(sequence, min(count, MAX_RUNNING - self._rows)):
+            if count and (room := self._scheduler.draft_room(sequence, min(count, MAX_RUNNING - self._rows))):
                 drafts[sequence] = proposal.tokens[:room]
                 self._rows += room
+        if drafts:
+            self._plain_steps = 0
         return [
             (sequence, with_drafts(chunk, drafts[sequence]) if sequence in drafts else chunk)
             for sequence, chunk in scheduled
         ]
+
+    def _rests(self, sequences: int) -> bool:
+        """Return whether a step is left without proposals, as those before it had no drafts."""
+        self._plain_steps = self._plain_steps + 1 if sequences == self._sequences else 0
+        self._sequences = sequences
+        return self._plain_steps > REST_AFTER and self._plain_steps % REST_STEPS != 0
 
     def learn(self, scheduled: Scheduled) -> None:
         """Compare the proposals for a step, drafted or not, with the tokens that were chosen in it."""
