@@ -281,7 +281,7 @@ def alloc(nbytes: int, *, resident: bool = False) -> Tensor:
             raise KernelError(f"alloc: expected at most {len(rest)} bytes, the rest of the memory, found {nbytes}")
         _given.rest = rest[taken_bytes(nbytes) :]
         return rest[:nbytes]
-    if not _C:
+    if not _C or not nbytes:  # no memory of 0 bytes is mapped
         return torch.zeros(nbytes, dtype=torch.uint8)
     data: Tensor = _C.alloc(nbytes)
     if resident and isa() != "reference":
