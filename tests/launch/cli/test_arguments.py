@@ -11,7 +11,7 @@ from tilerank.launch.cli import parse_command
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.options.arguments import with_config
 from tilerank.launch.options.draft_model import check_draft_model
-from tilerank.launch.options.model import model_options
+from tilerank.launch.options.model import checked_card, model_options
 from tilerank.loader.tokenizer import Tokenizer
 
 
@@ -158,6 +158,13 @@ def test_a_draft_model_without_its_drafts(arguments: tuple[str, ...], sentence: 
     with pytest.raises(LaunchError) as caught:
         model_options(args)
     assert str(caught.value) == sentence
+
+
+def test_a_model_that_embeds_texts_has_no_drafts() -> None:
+    _, args = parse_command(["serve", str(DEMO), "--task", "embed", "--speculative", "ngram"])
+    sentence = "--speculative ngram: expected a model that generates text, found .*demo-lm, which embeds texts"
+    with pytest.raises(LaunchError, match=sentence):
+        checked_card(args, DEMO)
 
 
 def test_a_draft_model_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:

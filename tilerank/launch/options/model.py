@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
+from tilerank.loader.pooling import DOES
 from tilerank.loader.quantization_config import (
     ACTIVATION_BITS,
     DEFAULT_ACTIVATION_BITS,
@@ -333,6 +334,11 @@ def checked_card(args: argparse.Namespace, model_dir: Path) -> ModelCard:
     if options.kv_cache_dtype not in ("auto", "int8"):  # these two are always valid, and torch need not be imported
         options.torch_kv_dtype(card)
     card = with_options(card, options.family)
+    if card.pooling is not None and options.speculative != "off":
+        raise LaunchError(
+            f"--speculative {options.speculative}: expected a model that generates text, found {model_dir}, which "
+            f"{DOES[card.pooling.task]}"
+        )
     context_length(args, card)
     return card
 

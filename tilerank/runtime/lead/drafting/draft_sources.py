@@ -22,7 +22,7 @@ _SOURCES: Mapping[Speculative, tuple[Callable[[Worker], DraftSource], str]] = {
 
 def draft_source(speculative: Speculative, worker: Worker) -> DraftSource | None:
     """Return the source of drafts that is asked for, None for none, and log which one it is."""
-    if speculative == "off" or worker.card.pooling is not None:
+    if speculative == "off":
         return None
     source, tokens = _SOURCES[speculative]
     log.info("%s are drafted where that pays", tokens)
