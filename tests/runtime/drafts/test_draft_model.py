@@ -106,16 +106,7 @@ def test_a_request_can_be_cancelled_between_steps(engine_of: Callable[[Path], En
     engine, some = engine_of(DEMO), greedy()
     wanted = texts(plain(engine, some))
     with_draft_model(engine)
-    numbers = [engine.submit(request) for request in some]
-    found: dict[int, list[Event]] = {number: [] for number in numbers}
-    steps = 0
-    while engine.busy:
-        if steps == 3:
-            engine.cancel(numbers[0])
-        steps += 1
-        for event in engine.step():
-            found[event.request].append(event)
-    kept = texts([found[number] for number in numbers])
+    kept = texts(run(engine, some, cancel_first_after=3)[0])
     assert kept[1:] == wanted[1:] and kept[0] == wanted[0][: len(kept[0])] and 1 < len(kept[0]) < 40
     assert engine.drafting.drafted == engine.drafting.accepted
 

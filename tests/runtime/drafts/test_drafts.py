@@ -42,12 +42,14 @@ def requests(new_tokens: int = 33) -> list[Request]:
     ]
 
 
-def run(engine: Engine, some: list[Request]) -> tuple[list[list[Event]], int]:
-    """Return the events of each request, and the number of steps."""
+def run(engine: Engine, some: list[Request], cancel_first_after: int = -1) -> tuple[list[list[Event]], int]:
+    """Return the events of each request, and the number of steps. After so many steps, the first one is cancelled."""
     numbers = [engine.submit(request) for request in some]
     found: dict[int, list[Event]] = {number: [] for number in numbers}
     steps = 0
     while engine.busy:
+        if steps == cancel_first_after:
+            engine.cancel(numbers[0])
         steps += 1
         for event in engine.step():
             found[event.request].append(event)
@@ -148,17 +150,7 @@ def test_prompts_share_the_pages_of_drafted_texts(engine: Engine, plain: list[li
 
 def test_a_request_can_be_cancelled_between_steps_with_drafts(engine: Engine, plain: list[list[Event]]) -> None:
     forget(engine)
-    with_drafts(engine, requests(), answers(plain))
-    numbers = [engine.submit(request) for request in requests()]
-    found: dict[int, list[Event]] = {number: [] for number in numbers}
-    steps = 0
-    while engine.busy:
-        if steps == 4:
-            engine.cancel(numbers[0])
-        steps += 1
-        for event in engine.step():
-            found[event.request].append(event)
-    kept = [found[number] for number in numbers]
+    kept, _ = run(with_drafts(engine, requests(), answers(plain)), requests(), cancel_first_after=4)
     assert texts(kept[1:]) == texts(plain[1:])
     assert texts(kept[:1])[0] == texts(plain[:1])[0][: len(kept[0])] and 1 < len(kept[0]) < 33
     assert not engine.state().cache_used
