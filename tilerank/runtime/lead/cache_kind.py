@@ -79,7 +79,7 @@ class CacheKind(Generic[S]):
         """Return how many of the next `tokens` tokens of a sequence can be computed in one step now."""
         return tokens
 
-    def work(self, sequence: S) -> "MediaWork | None":
+    def work(self, sequence: S) -> "WorkInPieces | None":
         """Return what has to be computed before a running sequence can go on; None if nothing has to be."""
         return None
 
@@ -107,7 +107,7 @@ class CacheKind(Generic[S]):
         """Set the fields of `state` that are about this kind."""
 
 
-class MediaWork(ABC):
+class WorkInPieces(ABC):
     """An encoding or a source that all ranks compute, or pages that they read, in pieces between the steps of other
     sequences.
 

@@ -14,7 +14,7 @@ from ..protocol.errors import RequestError
 from ..protocol.prompt import Medium, PlaceholderRange, Prompt
 from ..protocol.rank_messages import Chunk, Encode, EncodePiece, Frames, Step, StopEncode
 from ..rank.worker import Worker
-from .cache_kind import CacheKind, MediaWork
+from .cache_kind import CacheKind, WorkInPieces
 from .lru_pool import LruPool, PoolEntry, total_size
 from .sequence import Scheduled, Sequence
 
@@ -86,7 +86,7 @@ class EncoderCache(CacheKind[Sequence]):
                 break
         return sequence.whole_rows(tokens)
 
-    def work(self, sequence: Sequence) -> MediaWork | None:
+    def work(self, sequence: Sequence) -> WorkInPieces | None:
         encoding = next((encoding for encoding in self.of(sequence).values() if not encoding.ready), None)
         return None if encoding is None else EncodeWork(encoding, self.evicted)
 
@@ -104,7 +104,7 @@ class EncoderCache(CacheKind[Sequence]):
                 self.pool.unpin(encodings.pop(medium))
 
 
-class EncodeWork(MediaWork):
+class EncodeWork(WorkInPieces):
     """The encode of a medium on all ranks. evicted: the encodings to drop before it."""
 
     def __init__(self, encoding: Encoding, evicted: list[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 from tilerank.kernels import core
 
 from ..rank.worker import Worker
-from .cache_kind import MediaWork
+from .cache_kind import WorkInPieces
 
 BESIDE_S = 0.05
 """Seconds that other sequences wait between two of their steps."""
@@ -30,7 +30,7 @@ class MediaEncoding:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._running: MediaWork | None = None
+        self._running: WorkInPieces | None = None
         self._pieces: Iterator[bool] = iter(())
         self._recent = deque[float](maxlen=_RECENT)  # seconds of the last pieces
 
@@ -38,7 +38,7 @@ class MediaEncoding:
     def busy(self) -> bool:
         return self._running is not None
 
-    def advance(self, following: MediaWork | None, *, alone: bool) -> None:
+    def advance(self, following: WorkInPieces | None, *, alone: bool) -> None:
         """Go on with what runs, or start `following`. Sends a part of the frames or computes a piece, and further ones
         as long as the longest of the last pieces would end within BESIDE_S, or ALONE_S if `alone`."""
         end = time.perf_counter() + (ALONE_S if alone else BESIDE_S)

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Kinds
 from itertools import count
 
 from .base_scheduler import BaseScheduler
-from .cache_kind import CacheKind, MediaWork
+from .cache_kind import CacheKind, WorkInPieces
 from .sequence import Scheduled, Sequence, next_chunk
 
 SCORE_ROWS = 128
@@ -73,11 +73,11 @@ class Scheduler(BaseScheduler[Sequence]):
             for kind in self.kinds:
                 kind.publish(sequence)
 
-    def next_work(self) -> MediaWork | None:
+    def next_work(self) -> WorkInPieces | None:
         """Return what has to be computed next, in order of arrival. None if no running sequence waits for it."""
         return next((work for sequence in self.running if (work := self.work(sequence)) is not None), None)
 
-    def work(self, sequence: Sequence) -> MediaWork | None:
+    def work(self, sequence: Sequence) -> WorkInPieces | None:
         """Return what has to be computed before a running sequence can go on; None if nothing has to be."""
         return next((work for kind in self.kinds if (work := kind.work(sequence)) is not None), None)
 

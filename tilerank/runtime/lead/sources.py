@@ -14,7 +14,7 @@ from ..protocol.prompt import Segment, cut_segments
 from ..protocol.rank_messages import Chunk, ChunkSource, Step, StoreSource
 from ..rank.worker import Worker
 from ..step.cache import num_pages
-from .cache_kind import CacheKind, MediaWork
+from .cache_kind import CacheKind, WorkInPieces
 from .encodings import EncoderCache
 from .lru_pool import NumberedEntry, NumberedPool
 from .sequence import Scheduled, Sequence
@@ -56,7 +56,7 @@ class SourcePool(CacheKind[Sequence]):
         source = self._pinned.get(sequence)
         return tokens if source is None or source.ready else 0
 
-    def work(self, sequence: Sequence) -> MediaWork | None:
+    def work(self, sequence: Sequence) -> WorkInPieces | None:
         source, encodings = self._pinned.get(sequence), self._encodings.of(sequence)
         if source is None or source.ready or not all(encoding.ready for encoding in encodings.values()):
             return None
@@ -76,7 +76,7 @@ class SourcePool(CacheKind[Sequence]):
         state.source_pages, state.source_pages_used = self.pool.capacity, self.pool.pinned
 
 
-class StoreWork(MediaWork):
+class StoreWork(WorkInPieces):
     """The computation of the keys and values of a source whose encodings are there. message: stores it whole."""
 
     def __init__(self, source: NumberedEntry, message: StoreSource) -> None:

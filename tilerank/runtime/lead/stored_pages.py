@@ -15,7 +15,7 @@ from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import KeepPages, LoadPages
 from ..rank.page_store import PageStore
 from ..rank.worker import Worker
-from .cache_kind import CacheKind, MediaWork
+from .cache_kind import CacheKind, WorkInPieces
 from .lru_pool import PoolEntry
 from .pages import PagePool, full_pages, page_digest
 from .sequence import Sequence
@@ -66,7 +66,7 @@ class StoredPages(CacheKind[Sequence]):
     def limit(self, sequence: Sequence, tokens: int) -> int:
         return tokens if self._reads[sequence].entry.ready else 0
 
-    def work(self, sequence: Sequence) -> MediaWork | None:
+    def work(self, sequence: Sequence) -> WorkInPieces | None:
         read = self._reads[sequence]
         return None if read.entry.ready else read
 
@@ -87,7 +87,7 @@ class StoredPages(CacheKind[Sequence]):
             kind.publish(sequence)
 
 
-class ReadWork(MediaWork):
+class ReadWork(WorkInPieces):
     """The reading of `pages`, (number, digest), on all ranks. It ends with a page that a rank cannot read. on_read: is
     called with the number of pages that are read in a piece."""
 
