@@ -142,7 +142,7 @@ def test_weights_that_were_not_complete_are_packed_again(
 
 @needs_memory_files
 def test_other_weights_are_not_taken_for_these(model_dir: Path, memory: int) -> None:
-    """Those of another rank, of another format, and of files that have changed since."""
+    """Weights of another rank, of another format, and of files that have changed since are packed anew."""
     load(model_dir, WeightFiles(memory), rank=0, size=2)
     wanted = values(load(model_dir, WeightFiles(), rank=1, size=2)[0])
     model, report = load(model_dir, WeightFiles(memory), rank=1, size=2)

@@ -111,7 +111,7 @@ def test_perplexity_of_a_file_is_that_of_its_values(
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 6])
 def test_drafts_change_no_text(model_of: Callable[[str], Model], tp: int) -> None:
-    """Those of n-grams in bf16, int8 and int4, and those of the file, which drafts for the directory; answers that
+    """Drafts are n-grams in bf16, int8 and int4, and those of the file, which drafts for the directory; answers that
     quote their prompts and answers that do not."""
     model = model_of("smollm2")
     tokenizer = Tokenizer(model.directory)

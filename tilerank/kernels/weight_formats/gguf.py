@@ -93,7 +93,7 @@ def gguf_layout(type: GgufType, activations: str = "") -> Layout:
 
 GGUF_LAYOUTS = {type.kind: gguf_layout(type) for type in GGUF_TYPES.values()}
 ANY_GGUF = Layout("gguf", "GgufWeight", _TENSORS.format("_", "u8|i8"))
-"""Of all kinds: the projections of experts may have several."""
+"""The layout of all kinds together, because the projections of experts may have several."""
 
 _PACK = Contract(
     "GgufWeight.write_blocks: w:weight stored[_, _, _]:u8 sources[_]:i32 row:int type:int bits:int block:int",
@@ -160,7 +160,7 @@ class Gguf:
             raise KernelError(f"Gguf: first: expected {expected}, found {self.first}")
         groups, across = -(-k // parts.group), -(-(self.first + k) // self.block)
         values: tuple[int, ...] = (blocks, groups, 1, 2, HALF_N * parts.group * parts.bits // 8)
-        # Those of groups before the first are needed once, not for every 32 outputs.
+        # The subscales of groups before the first are allocated once, not for every 32 outputs.
         subscales = (self.first // parts.group + blocks * groups) * self._subkinds * BLOCK_N
         return [
             ((n, k) if core.isa() == "reference" else values, torch.int8 if parts.has_table else torch.uint8),

@@ -10,7 +10,7 @@ from .limits import Latency, Limits, percentiles
 PRECISION = 0.05
 """The search ends when the lowest rate that fails is at most this share above the highest one that holds."""
 _LOWEST = 1 / 64
-"""Of the rate at which a search starts: below that, it gives up."""
+"""The search gives up below this share of the rate at which it starts."""
 
 
 @dataclass(frozen=True)

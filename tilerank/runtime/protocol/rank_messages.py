@@ -82,7 +82,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Run what drafts after the last step (rank/drafter.py).
+    """Run the drafter (rank/drafter.py) after the last step.
 
     chunks: sequences of that step. For a draft head (step/model.py: DraftHead), the tokens are those after the tokens
     of the first rows of the sequence there, with the positions and indices of these rows. For a draft model, they are

@@ -1,4 +1,4 @@
-"""Drafting on one rank: what drafts goes over the rows of the last step, and on from there by itself."""
+"""Drafting on one rank: the drafter reads the tokens of the last step, and then its own drafts."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -17,7 +17,7 @@ from .drafter import Drafter
 
 
 class DraftRank:
-    """Runs what drafts. All ranks run it with the same messages.
+    """Runs a drafter. All ranks run it with the same messages.
 
     limits: those of the steps of the model. graphs: recorded passes of the drafter alone; None if it runs eagerly.
     """
@@ -41,7 +41,7 @@ class DraftRank:
             try:
                 likeliest = self._argmax(logits) if logits.shape[0] else []
             except KernelError:
-                break  # NaN, in what a text without NaN drafts: it goes on without drafts
+                break  # the drafter has computed NaN: the texts, which do not depend on it, go on without drafts
             stops = accumulate(chunk.logits for chunk in chunks.values())
             following = dict[int, Chunk]()
             for (index, chunk), stop in zip(chunks.items(), stops, strict=True):

@@ -1,4 +1,4 @@
-"""What drafts the next tokens of texts on a rank, and the draft head of the model as one that does."""
+"""The interface of what drafts the next tokens of texts on a rank, and the draft head of the model behind it."""
 
 from abc import ABC, abstractmethod
 from array import array

@@ -3,7 +3,7 @@
 A chunk with n drafts becomes n + 1 chunks of one token, which share the page tables of their sequence. The keys and
 values of all rows are stored before any of them attends, and row j attends to the tokens up to its own, as a decode
 step after j accepted drafts would. The bits of its logits are therefore those of that step. Chunks of one sequence have
-one slot for states, by which layers that keep states know its drafts (kernels/delta.py).
+the same slot for states, by which layers with states find its drafts (kernels/delta.py).
 """
 
 import msgspec

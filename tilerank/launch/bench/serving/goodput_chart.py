@@ -11,7 +11,7 @@ from ..harness import write_file
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 400, 70, 30, 70, 50
 LOWEST, HIGHEST = 0.01, 10.0
-"""Of the vertical axis: waits as shares of their limits. Others are drawn at its ends."""
+"""The ends of the vertical axis, as shares of a limit. Waits beyond them are drawn there."""
 SERIES = (("ttft_s", "first token", "#0b6e75"), ("tpot_s", "token after the first", "#d9a441"))
 
 

@@ -20,8 +20,7 @@ TRIAL_GAIN = 1.1
 """A size whose time speaks against it is tried where it would yield so many times the tokens a second if it took no
 longer than the step without drafts, or half as long as it did."""
 TRIAL_EVERY, TRIAL_STEPS = 400, 4
-"""In so many steps of so many, the choice is tried that seems the worse one, drafts or none: its time may have
-changed."""
+"""Among so many choices, so many are the one that seems worse, drafts or none: its time may have changed."""
 MOST_MEASUREMENTS = 8
 """The time of a size is the mean of about so many of its latest steps."""
 SMALLEST_CHANCE = 0.02

@@ -25,8 +25,8 @@ MAX_PROPOSED = 64
 one for each."""
 
 REST_AFTER, REST_STEPS = 16, 8
-"""After so many steps in a row of which none has drafts, only one step of so many asks for proposals: these take about
-a hundredth of a step of a small model."""
+"""After so many steps in a row without drafts, only one step of so many asks for proposals: SmolLM2-135M lost 1 to 2 %
+to proposals of which none was checked."""
 
 
 class DraftSource(ABC):

@@ -15,7 +15,7 @@ Led = tuple[Sequence, Chunk, int]
 
 
 class LedDrafts(DraftSource):
-    """Leads what drafts on the ranks, and keeps its drafts for the next step."""
+    """Leads the drafter of the ranks, and keeps its drafts for the next step."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

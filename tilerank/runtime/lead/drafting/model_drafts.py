@@ -86,7 +86,7 @@ class DraftDepth:
 
     def __init__(self, cost: float) -> None:
         self._cost = cost + ROW_COST
-        # Of drafts, those that were checked and right: the first ones, and those after one another. By batch size.
+        # By batch size, the shares of drafts that were checked and right: first drafts, and drafts after a right one.
         self._useful: defaultdict[int, Acceptance] = defaultdict(Acceptance)
 
     def choose(self, sequences: int) -> int:
@@ -107,7 +107,7 @@ class DraftDepth:
 
     def learn(self, sequences: int, drafts: list[int], checked: list[int]) -> None:
         """Drafts after a sequence, one of so many, were checked, and the tokens `checked` were chosen in their places.
-        Those that were not checked are as useless as wrong ones."""
+        Drafts that were not checked count as wrong ones."""
         self._useful[padded_size(sequences)].add(drafts, [*checked, NEVER])
 
 
