@@ -81,7 +81,7 @@ test-sanitize: environment
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc TILERANK_TEST_RUNG=compiled \
 	    $(call on_build,sanitized) $(PYTEST) -n 2 $(CORE_TESTS) # they never wait
 
-AMX_TESTS := $(addprefix tests/runtime/test_,conformance.py engine.py kv_cache.py quantized.py)
+AMX_TESTS := $(addprefix tests/runtime/,test_conformance.py test_engine.py kv_cache/test_kv_cache.py test_quantized.py)
 
 # test-amx: models on the amx rung of a core that emulates AMX tiles, as test-sanitize has the kernels; needs AVX-512 with bf16, not AMX
 test-amx: environment

@@ -200,6 +200,15 @@ def test_folders_can_be_surveyed() -> None:
     assert not {folder: size for folder, size in sizes.items() if size > MAX_FILES}
 
 
+def test_targets_of_make_name_tests_that_exist() -> None:
+    # pytest-xdist runs nothing at all when one of the paths given to it is missing.
+    command = ["make", "--dry-run", "test-amx", "test-sanitize"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = set(re.findall(r"\btests/\S+\.py\b", printed))
+    assert len(named) > 4
+    assert not sorted(path for path in named if not (ROOT / path).exists())
+
+
 def test_no_fast_math_or_native_flags() -> None:
     assert not re.search(r"-Ofast|-march=|[\"']-ffast-math", (ROOT / "setup.py").read_text())
 
