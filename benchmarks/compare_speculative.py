@@ -100,18 +100,19 @@ def _measure_peer(args: argparse.Namespace, peer: Peer, cores: list[int], dtype:
 def decoding(system: str, task: str, events: Sequence[tuple[int, float]]) -> Row:
     """Return the rates of an answer, or of several that are made together, after the first token of each.
 
-    events: as in RESULT (compare.py). Tokens of the same step have the same time.
+    events: as in RESULT (compare.py). Tokens of the same step have the same time. tokens_per_step: of a sequence, in
+    the steps that it takes part in.
     """
     first: dict[int, float] = {}
     for prompt, seconds in events:
         first.setdefault(prompt, seconds)
     began = max(first.values())
-    times = [seconds for _, seconds in events if seconds > began]
-    if not times:
+    later = [(prompt, seconds) for prompt, seconds in events if seconds > began]
+    if not later:
         raise LaunchError(f"{system}: task {task}: expected answers of two tokens or more, found one")
     return {
-        "tokens_per_s": len(times) / (max(times) - began),
-        "tokens_per_step": len(times) / len(set(times)) / len(first),
+        "tokens_per_s": len(later) / (max(seconds for _, seconds in later) - began),
+        "tokens_per_step": len(later) / len(set(later)),
     }
 
 

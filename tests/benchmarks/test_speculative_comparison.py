@@ -29,9 +29,9 @@ json.dump(result, open(sys.argv[2], "w"))
 
 
 def test_rates_count_after_the_first_tokens() -> None:
-    """The second answer begins at 1.5 s. Two steps after this yield five tokens of both."""
-    events = [(0, 1.0), (0, 1.5), (1, 1.5), (0, 2.0), (0, 2.0), (1, 2.0), (0, 2.75), (1, 2.75)]
-    assert decoding("x", "free", events) == {"tokens_per_s": 5 / 1.25, "tokens_per_step": 5 / 2 / 2}
+    """The second answer begins at 1.5 s. Two steps then yield five tokens of both, a third one two of the first."""
+    events = [(0, 1.0), (0, 1.5), (1, 1.5), (0, 2.0), (0, 2.0), (1, 2.0), (0, 2.75), (1, 2.75), (0, 3.0), (0, 3.0)]
+    assert decoding("x", "free", events) == {"tokens_per_s": 7 / 1.5, "tokens_per_step": 7 / (2 + 2 + 1)}
     with pytest.raises(LaunchError, match="x: task free: expected answers of two tokens or more, found one"):
         decoding("x", "free", [(0, 1.0), (1, 1.0)])
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -159,7 +160,7 @@ class _Bench:
             "limit_share": shares[1],
             "drafted": last["drafted"],
             "accepted": last["accepted"] / max(last["drafted"], 1),
-            "tokens_per_step": last["tokens"] / last["steps"] / len(some),
+            "tokens_per_step": tokens_per_step(last["steps"]),
         }
 
     def _requests(self, task: str, number: int) -> list[Request]:
@@ -194,27 +195,33 @@ def _work_without_drafts(args: argparse.Namespace, engine: Engine) -> ModelWork:
     return model_work(card, dtype, options.quantization, cache_dtype, options.activation_bits)
 
 
+def tokens_per_step(steps: Sequence[Sequence[int]]) -> float:
+    """Return the mean tokens of a sequence in a step. steps: for each step, the sequence of each of its tokens."""
+    return sum(map(len, steps)) / sum(len(set(sequences)) for sequences in steps)
+
+
 def _time(engine: Engine, some: list[Request]) -> Row:
-    """Run requests together. The time begins once each has its first token, whose steps compute prompts."""
+    """Run requests together. The time begins once each has its first token, whose steps compute prompts. steps: as in
+    `tokens_per_step`."""
     from tilerank.runtime.protocol.events import TokenEvent
 
     index_of = {engine.submit(request): index for index, request in enumerate(some)}
     token_ids: list[list[int]] = [[] for _ in some]
-    steps = tokens = 0
+    steps: list[list[int]] = []
     began = time.perf_counter()
     while engine.busy:
         events = engine.step()
         if not all(token_ids):
             began = time.perf_counter()
         elif events:
-            steps, tokens = steps + 1, tokens + len(events)
+            steps.append([event.request for event in events])
         for event in events:
             assert isinstance(event, TokenEvent)
             token_ids[index_of[event.request]].append(event.token_id)
     return {
         "token_ids": token_ids,
         "steps": steps,
-        "tokens": tokens,
+        "tokens": sum(map(len, steps)),
         "seconds": time.perf_counter() - began,
         "drafted": engine.drafting.drafted,
         "accepted": engine.drafting.accepted,
