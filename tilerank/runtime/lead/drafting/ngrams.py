@@ -5,6 +5,7 @@ far and in what was lately generated for any request, and proposes what came aft
 one with the most equal tokens before it wins. Their number is the grade of the proposal: more make it more often right.
 """
 
+from array import array
 from collections import abc
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from .draft_counts import Proposal
 from .drafts import DraftSource
 
 PLACES = 8
-"""Places of a pair of tokens that are kept, the latest ones."""
+"""Places of a pair of tokens that are compared, the latest ones."""
 LONGEST_MATCH = 8
 """More equal tokens than this before a place make no difference."""
 INDEXED = 512
@@ -24,32 +25,39 @@ SHARED_BLOCK = 64
 """Generated tokens of a text that become known to other texts together."""
 SHARED_MATCH = 3
 """Equal tokens that a place in the text of another request needs: pairs of tokens are too common there."""
+NOWHERE = 0
+"""Stands for no place."""
 
 
 class PlacesOfPairs:
-    """Where pairs of tokens occur in a list of tokens that grows."""
+    """Where pairs of tokens occur in a list of tokens that grows. The place of a pair is that of the token after it.
+
+    A table has the last place of each pair, and an array has for each place the one before it of the same pair. Both
+    hold numbers alone, which the garbage collector does not visit: a long text has as many pairs as tokens.
+    """
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
-        self._indexed = 1  # the pair of a token and the one before it is known for the tokens before this one
-        self._places: dict[tuple[int, int], list[int]] = {}
+        self._last: dict[int, int] = {}
+        self._before = array("i", [NOWHERE, NOWHERE])  # by place; the first pair has place 2
 
     def catch_up(self) -> None:
         """Index new tokens, up to the last one but one: nothing has followed the last one yet."""
-        tokens = self.tokens
-        for index in range(self._indexed, min(len(tokens) - 1, self._indexed + INDEXED)):
-            places = self._places.setdefault((tokens[index - 1], tokens[index]), [])
-            places.append(index + 1)
-            if len(places) > PLACES:
-                del places[0]
-            self._indexed = index + 1
+        tokens, last, before = self.tokens, self._last, self._before
+        for place in range(len(before), min(len(tokens), len(before) + INDEXED)):
+            pair = tokens[place - 2] << 32 | tokens[place - 1]
+            before.append(last.get(pair, NOWHERE))
+            last[pair] = place
 
     def find(self, text: abc.Sequence[int]) -> tuple[int, int]:
-        """Return how many tokens before the best place equal the last ones of `text`, and the place; (0, 0) if its last
-        two tokens do not occur."""
-        best = (0, 0)
-        for place in self._places.get((text[-2], text[-1]), ()):
+        """Return how many tokens before the best place equal the last ones of `text`, and the place; (0, NOWHERE) if
+        its last two tokens do not occur."""
+        best, place = (0, NOWHERE), self._last.get(text[-2] << 32 | text[-1], NOWHERE)
+        for _ in range(PLACES):
+            if place == NOWHERE:
+                break
             best = max(best, (self._equal_before(place, text), place))
+            place = self._before[place]
         return best
 
     def following(self, place: int, count: int) -> list[int]:
