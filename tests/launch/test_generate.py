@@ -54,6 +54,7 @@ def lines(result: Result) -> list[dict[str, Any]]:
 def test_text_is_streamed_and_a_summary_follows() -> None:
     result = generate("--tp", 3, "--prompt", PROMPT, "--max-new-tokens", NEW, "--ignore-eos")
     assert result.out == tokenizer().decode(greedy(PROMPT, NEW), skip_special_tokens=True) + "\n"
+    assert "tokens that texts repeat are drafted where that pays" in result.err
     summary = result.err.splitlines()[-4:]
     assert summary[0].startswith(f"{NEW} tokens from 3 ranks on ")
     assert " s, then " in summary[0] and summary[0].endswith(" tokens/s")

@@ -101,3 +101,4 @@ def test_vectors_of_texts() -> None:
     assert [row["what"] for row in rows] == ["one_text_s", "texts_tokens_per_s"]
     assert all(row["ratio"] == row["http"] / row["offline"] > 0 for row in rows)
     assert "tokens/s, all texts" in result.err
+    assert "no tokens are drafted: the model embeds texts" in result.err

@@ -12,6 +12,7 @@ from tilerank.launch.errors import LaunchError
 from tilerank.launch.options.arguments import with_config
 from tilerank.launch.options.draft_model import check_draft_model
 from tilerank.launch.options.model import checked_card, model_options
+from tilerank.loader.card import read_card
 from tilerank.loader.tokenizer import Tokenizer
 
 
@@ -135,9 +136,14 @@ def test_mistakes_in_a_file_name_the_file_and_the_key(tmp_path: Path, content: s
 
 @pytest.mark.parametrize(
     ("arguments", "speculative"),
-    [((), "off"), (("--speculative", "ngram"), "ngram"), (("--draft-model", str(DEMO)), "draft")],
+    [
+        ((), "auto"),
+        (("--speculative", "off"), "off"),
+        (("--speculative", "ngram"), "ngram"),
+        (("--draft-model", str(DEMO)), "draft"),
+    ],
 )
-def test_a_draft_model_implies_its_drafts(arguments: tuple[str, ...], speculative: str) -> None:
+def test_which_drafts_are_asked_for(arguments: tuple[str, ...], speculative: str) -> None:
     _, args = parse_command(["generate", str(DEMO), "--prompt", "x", *arguments])
     options = model_options(args)
     assert options.speculative == speculative and options.draft_model == (DEMO if speculative == "draft" else None)
@@ -160,11 +166,19 @@ def test_a_draft_model_without_its_drafts(arguments: tuple[str, ...], sentence: 
     assert str(caught.value) == sentence
 
 
-def test_a_model_that_embeds_texts_has_no_drafts() -> None:
-    _, args = parse_command(["serve", str(DEMO), "--task", "embed", "--speculative", "ngram"])
-    sentence = "--speculative ngram: expected a model that generates text, found .*demo-lm, which embeds texts"
+def test_drafts_of_a_model_that_embeds_texts() -> None:
+    """They are refused if they are asked for, and left out if not."""
+    embedding = ["serve", str(DEMO), "--task", "embed"]
+    sentence = "--speculative ngram: expected a model that generates text, found one that embeds texts"
     with pytest.raises(LaunchError, match=sentence):
-        checked_card(args, DEMO)
+        checked_card(parse_command([*embedding, "--speculative", "ngram"])[1], DEMO)
+    drafts = []
+    for words in (embedding, ["serve", str(DEMO)]):
+        _, args = parse_command(words)
+        options, card = model_options(args), checked_card(args, DEMO)
+        config = options.rank_config(read_card(DEMO), 64)
+        drafts.append((options.drafts(card), config.speculative))
+    assert drafts == [("off", "off"), ("ngram", "ngram")]
 
 
 def test_a_draft_model_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:

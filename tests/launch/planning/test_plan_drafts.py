@@ -1,5 +1,6 @@
-"""A draft model in the plan: its weights and what it keeps of every token are added to those of the model."""
+"""Drafts in the plan: what is drafted, and the weights of a draft model and what it keeps of every token."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from planning import DEMO, config_of, plan_on
 
 from tilerank.launch.options.model import ModelOptions
 from tilerank.launch.planning.plan import model_bytes
-from tilerank.launch.planning.plan_text import render
+from tilerank.launch.planning.plan_text import as_json, render
 from tilerank.launch.planning.plan_types import Plan
 from tilerank.launch.text import size
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
+from tilerank.loader.pooling import Pooling
 
 TP = 3
 
@@ -41,8 +43,22 @@ def test_a_draft_model_takes_memory(tmp_path: Path, card: ModelCard) -> None:
     assert both.bits_per_weight == alone.bits_per_weight and both.parameters == alone.parameters
     assert both.cached_tokens < alone.cached_tokens * alone.memory.cache_per_token / both.memory.cache_per_token
     weights = size(drafts.memory.weights)
-    assert f"Drafts: {weights} of the weights are those of the draft model." in render(both)
-    assert "Drafts:" not in render(alone)
+    assert f"Drafts: tokens of the draft model, which is {weights} of the weights." in render(both)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pooling", "drafts", "text"),
+    [
+        ("off", None, "off", "Drafts: none."),
+        ("auto", None, "ngram", "Drafts: tokens that texts repeat."),
+        ("auto", Pooling("embed"), "off", "Drafts: none."),
+    ],
+)
+def test_the_plan_says_what_is_drafted(
+    tmp_path: Path, card: ModelCard, asked: str, pooling: Pooling | None, drafts: str, text: str
+) -> None:
+    plan = plan_on(Machine(SNC3), tmp_path, replace(card, pooling=pooling), TP, speculative=asked)
+    assert as_json(plan)["speculative"] == drafts and text in render(plan)
 
 
 def test_replicas_hold_a_draft_model_each(card: ModelCard) -> None:

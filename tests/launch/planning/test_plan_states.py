@@ -56,7 +56,7 @@ def test_a_state_takes_what_the_shape_says(tmp_path: Path) -> None:
     assert round(STATE / (1 << 20), 1) == 49.1
     # For each of 7 drafts another input of the convolution, q, k and v, and 2 gates of a head in fp32.
     drafts = 24 * 7 * (2 * 8192 * 2 + 2 * 32 * 4)
-    assert plan(tmp_path, 1, speculative="ngram").ranks[0].state == STATE + drafts
+    assert plan(tmp_path, 1, speculative="auto").ranks[0].state == STATE + drafts
 
 
 def test_states_and_tokens_fit_together(tmp_path: Path) -> None:

@@ -134,10 +134,12 @@ def compare_with_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]],
 
 
 def _serve_argv(args: argparse.Namespace) -> list[str]:
-    """Return the options of the command line that `serve` has."""
+    """Return the options of the server: those of the command line that `serve` has. It drafts nothing, as the engine
+    alone: what drafts gain depends on the texts, and these are random."""
     load_parser = argparse.ArgumentParser(add_help=False)
     _add_load_arguments(load_parser)
-    return load_parser.parse_known_args(args.argv[2:])[1]  # without `bench serve`
+    asked = load_parser.parse_known_args(args.argv[2:])[1]  # without `bench serve`
+    return [*asked, "--speculative", "off"]
 
 
 def _card(args: argparse.Namespace) -> ModelCard:

@@ -151,7 +151,7 @@ class EngineJob(GenerateJob):
         from tilerank.runtime.lead.engine import Engine
         from tilerank.runtime.server.link.engine_loop import serve_connections
 
-        source = draft_source(self._options.speculative, worker)
+        source = draft_source(self._options.drafts(worker.card), worker)
         engine = Engine(
             worker, self._options.mm_cache_bytes, self._args.max_running_requests, self._args.tokenizer, source
         )

@@ -150,7 +150,7 @@ class GenerateJob:
         printer: Printer = TextPrinter(streamed=not several)
         if self._args.json:
             printer = JsonPrinter(bool(self._args.logprobs))
-        source = draft_source(self._options.speculative, worker)
+        source = draft_source(self._options.drafts(worker.card), worker)
         engine = Engine(worker, self._options.mm_cache_bytes, source=source)
         with prompts_bar(len(self._prompts)) as progress:
             answers = Answers(self._tokenizer, printer, progress, several)

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tilerank.loader.card import ModelCard, read_card
 from tilerank.loader.errors import ConfigError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float32")
 CODES = ("int8", "int4", "fp8", "mxfp4")
 KV_DTYPES = ("auto", "bfloat16", "bf16", "int8")
+AskedDrafts = Literal["auto", Speculative]
 KV_SPLIT_HELP = "latent attention (DeepSeek): every rank reads a part of a context for the heads of all, or if it pays"
 DEFAULT_FRACTION = 0.8
 """The share of a node's memory that ranks may use by default (--mem-fraction-static)."""
@@ -64,7 +65,7 @@ class ModelOptions:
     mem_fraction: float = DEFAULT_FRACTION
     mm_cache_bytes: int = 0
     family: FamilyOptions = field(default_factory=dict)
-    speculative: Speculative = "off"
+    speculative: AskedDrafts = "off"
     draft_model: Path | None = None
 
     def torch_dtype(self, card: ModelCard) -> "torch.dtype":
@@ -94,6 +95,17 @@ class ModelOptions:
             )
         return dtype
 
+    def drafts(self, card: ModelCard) -> Speculative:
+        """Return which drafts are made. Raises LaunchError if some are asked for of a model that generates no text."""
+        if card.pooling is None:
+            return "ngram" if self.speculative == "auto" else self.speculative
+        if self.speculative in ("auto", "off"):
+            return "off"
+        raise LaunchError(
+            f"--speculative {self.speculative}: expected a model that generates text, found one that "
+            f"{DOES[card.pooling.task]}"
+        )
+
     def rank_config(self, card: ModelCard, max_total_tokens: int) -> "RankConfig":
         """Return what every rank is configured with. max_total_tokens: tokens in the KV cache."""
         from tilerank.runtime.rank.rank_config import RankConfig
@@ -111,7 +123,7 @@ class ModelOptions:
             cached_tokens=self.cached_tokens or expected_tokens(self.context_length or card.context_length),
             source_bytes=self.mm_cache_bytes // 2,
             family_options=self.family,
-            speculative=self.speculative,
+            speculative=self.drafts(with_options(card, self.family)),
             draft_model=self.draft_model,
         )
 
@@ -147,14 +159,14 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     )
 
 
-def _speculative(args: argparse.Namespace) -> Speculative:
-    """Return which drafts are made."""
-    asked: Speculative | None = args.speculative
+def _speculative(args: argparse.Namespace) -> AskedDrafts:
+    """Return which drafts are asked for."""
+    asked: AskedDrafts | None = args.speculative
     if args.draft_model is None and asked == "draft":
         raise LaunchError("--speculative draft needs --draft-model MODEL, found none")
     if args.draft_model is not None and asked not in (None, "draft"):
         raise LaunchError(f"--draft-model {args.draft_model} needs --speculative draft, found {asked}")
-    return asked or ("off" if args.draft_model is None else "draft")
+    return asked or ("auto" if args.draft_model is None else "draft")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,14 +202,16 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_draft_argument(parser)
 
 
-def add_draft_argument(parser: argparse._ActionsContainer, default: Speculative = "off") -> None:
-    """Add --speculative and --draft-model. default: of the first, without the second."""
+def add_draft_argument(parser: argparse._ActionsContainer) -> None:
+    """Add --speculative and --draft-model."""
     parser.add_argument(
         "--speculative",
-        choices=get_args(Speculative),
+        choices=get_args(AskedDrafts),
+        default=None,  # also where `set_default_sizes` has set another
         help="draft tokens that are then checked together, which changes no text: ngram: those that followed the same "
         "tokens before; mtp: those of the multi-token-prediction head of the checkpoint, which is loaded for it; "
-        f"draft: those of --draft-model; auto: as ngram (default: {default}, or draft with --draft-model)",
+        "draft: those of --draft-model; auto: ngram, and off if the model generates no text "
+        "(default: auto, or draft with --draft-model)",
     )
     parser.add_argument(
         "--draft-model",
@@ -213,13 +227,13 @@ def gib(text: str) -> float:
 
 
 def set_default_sizes(parser: argparse.ArgumentParser) -> None:
-    """Set the sizes and the drafts that `model_options` reads, for commands without options for them."""
+    """Set the sizes that `model_options` reads, and no drafts, for commands without options for them."""
     parser.set_defaults(
         context_length=None,
         max_total_tokens=None,
         mem_fraction_static=DEFAULT_FRACTION,
         mm_cache_gib=MM_CACHE_BYTES / (1 << 30),
-        speculative=None,
+        speculative="off",
         draft_model=None,
     )
 
@@ -334,11 +348,7 @@ def checked_card(args: argparse.Namespace, model_dir: Path) -> ModelCard:
     if options.kv_cache_dtype not in ("auto", "int8"):  # these two are always valid, and torch need not be imported
         options.torch_kv_dtype(card)
     card = with_options(card, options.family)
-    if card.pooling is not None and options.speculative != "off":
-        raise LaunchError(
-            f"--speculative {options.speculative}: expected a model that generates text, found {model_dir}, which "
-            f"{DOES[card.pooling.task]}"
-        )
+    options.drafts(card)
     context_length(args, card)
     return card
 

@@ -93,6 +93,7 @@ def plan_model(
         states=num_states(cached_tokens or 0) if with_states else 0,
         window=min(window_of(models[0].cache_specs()), card.context_length),
         context_length=card.context_length,
+        speculative=options.drafts(card),
         dimensions=tuple(_dimensions(models[0])),
         splits_contexts=models[0].context_part is not None if models[0].expands and tp > 1 else None,
         attention=Attention(heads.strategy, heads.waste, heads.other_waste) if heads else None,
@@ -122,7 +123,7 @@ def sharded_models(card: ModelCard, tp: int, options: ModelOptions, here: range 
     """Return the parts of a model on the ranks of this host (default: all); nothing is allocated."""
     from tilerank.runtime.rank.registry import build_model
 
-    card = dataclasses.replace(card, draft_head=loads_head(options.speculative))
+    card = dataclasses.replace(card, draft_head=loads_head(options.drafts(card)))
     return [build_model(card, sharding) for sharding in _shardings(card, tp, options, here)]
 
 
@@ -144,7 +145,7 @@ def _shardings(card: ModelCard, tp: int, options: ModelOptions, here: range | No
     from tilerank.parallel.sharding import Sharding
 
     dtype, kv_dtype, kv_split = options.torch_dtype(card), options.torch_kv_dtype(card), options.kv_split
-    drafts, expected = state_drafts(options.speculative), _expected_tokens(card, options)
+    drafts, expected = state_drafts(options.drafts(card)), _expected_tokens(card, options)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
     if kv_split == "auto" and here is not None and len(here) < tp:
         kv_split = "off"  # as on the ranks: the rule counts collectives in shared memory
@@ -219,7 +220,7 @@ def model_bytes(card: ModelCard, options: ModelOptions) -> ModelBytes:
 
     dtype = options.torch_dtype(card)
     formats = weight_formats(card.quantization, dtype, options.quantization, options.activation_bits)
-    card = dataclasses.replace(card, draft_head=loads_head(options.speculative))
+    card = dataclasses.replace(card, draft_head=loads_head(options.drafts(card)))
     sharding = Sharding(0, 1, dtype, None, formats=formats)
     model, (draft,) = build_model(card, sharding), _draft_models(card, options, [sharding])
     nbytes = model.nbytes() + (draft.nbytes() if draft else 0)

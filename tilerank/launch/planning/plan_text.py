@@ -7,6 +7,7 @@ from typing import Any
 
 from tilerank.parallel.shard import Span
 from tilerank.runtime.protocol.sizes import MIN_STATES, PREFILL_CHUNK, TOKENS_PER_STATE, WINDOW_MARGIN
+from tilerank.runtime.protocol.speculative import DRAFTS
 
 from ..host.cpulist import format_cpulist
 from ..text import count, percent, size, table, token_count
@@ -214,7 +215,8 @@ def _speech(plan: Plan) -> list[str]:
 
 def _drafts(plan: Plan) -> list[str]:
     weights = sum(rank.draft_model for rank in plan.ranks)
-    return [f"Drafts: {size(weights)} of the weights are those of the draft model."] if weights else []
+    held = f", which is {size(weights)} of the weights" if weights else ""
+    return [f"Drafts: {DRAFTS[plan.speculative]}{held}."]
 
 
 def cache_text(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from tilerank.parallel.shard import Span
 from tilerank.runtime.protocol.sizes import most_tokens, num_states, num_window_tokens
+from tilerank.runtime.protocol.speculative import Speculative
 
 from ..host.placement import RankPlacement
 from ..text import count, size
@@ -135,7 +136,7 @@ class Plan:
     expected_tokens: cached tokens that a step reads, for the cost rule of heads. cached_tokens: size of the KV cache.
     cache_reason: the limit that this size follows from; None if the command line gave the size. states: how many states
     of sequences there is room for, 0 for models without. window: that of the layers that have one, 0 if none has.
-    context_length: the longest sequence.
+    context_length: the longest sequence. speculative: which drafts are made.
     """
 
     model: str
@@ -155,6 +156,7 @@ class Plan:
     states: int
     window: int
     context_length: int
+    speculative: Speculative
     dimensions: tuple[Dimension, ...]
     splits_contexts: bool | None
     """Whether every rank reads a part of a context for the heads of all; None where ranks cannot."""

@@ -35,8 +35,8 @@ from .limit import bytes_read
 from .requests import TASKS, VARIANTS, end_token_ids, prompts
 
 if TYPE_CHECKING:
+    from tilerank.runtime.lead.drafting.drafts import DraftSource
     from tilerank.runtime.lead.engine import Engine, Request
-    from tilerank.runtime.protocol.speculative import Speculative
 
     from ...host.placement import Placement
     from ...planning.work import ModelWork
@@ -68,14 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_repeat_argument(parser)
     add_engine_arguments(parser)
-    add_draft_argument(parser, default="ngram")
+    add_draft_argument(parser)
     add_json_argument(parser)
     add_rank_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.draft_model is None:
-        args.speculative = args.speculative or "ngram"
     if is_rank(args):
         tokens = max(args.requests) * (_longest(args) + args.new_tokens + 32)
         job = EngineJob(
@@ -123,22 +121,21 @@ class _Bench:
         from tilerank.runtime.lead.drafting.draft_counts import DraftCounts
 
         self._engine, self._probe, self._counts = engine, probe, DraftCounts()
-        self._repeat, self._new_tokens, self._speculative = (
-            args.repeat,
-            args.new_tokens,
-            model_options(args).speculative,
-        )
+        self._repeat, self._new_tokens = args.repeat, args.new_tokens
+        self._speculative = model_options(args).drafts(engine.card)
         self._tokenizer = Tokenizer(engine.worker.model_dir)
         self._work = _work_without_drafts(args, engine)
 
     def measure(self, task: str, number: int) -> Row:
         """Return the medians of several runs each, plain and with drafts. The first two warm up and do not count."""
+        from tilerank.runtime.lead.drafting.draft_sources import SOURCES
+
         some = self._requests(task, number)
         plain, drafted = list[Row](), list[Row]()
         for _ in range(1 + self._repeat):
             # Drafts come first: the pages of prompts have entries of what drafts from then on.
-            drafted.append(self._run(some, self._speculative))
-            plain.append(self._run(some, "off"))
+            drafted.append(self._run(some, SOURCES[self._speculative](self._engine.worker)))
+            plain.append(self._run(some, None))
         answers = plain[0]["token_ids"]
         if any(run["token_ids"] != answers for run in plain + drafted):
             raise LaunchError(f"bench speculative: task {task}: expected the same tokens in every run, found others")
@@ -172,13 +169,12 @@ class _Bench:
         params = SamplingParams(max_new_tokens=self._new_tokens, end_token_ids=ends)
         return [Request(Prompt(token_ids), params) for token_ids in prompts(self._tokenizer, task, number)]
 
-    def _run(self, some: list[Request], speculative: Speculative) -> Row:
+    def _run(self, some: list[Request], source: DraftSource | None) -> Row:
         """Run requests once. limit_share: tokens a second over those of one token a read (limit.py)."""
-        from tilerank.runtime.lead.drafting.draft_sources import draft_source
         from tilerank.runtime.lead.drafting.drafts import Drafting
 
         engine = self._engine
-        engine.drafting = Drafting(draft_source(speculative, engine.worker), engine.scheduler, self._counts)
+        engine.drafting = Drafting(source, engine.scheduler, self._counts)
         run, rates = self._probe.around(Work(nbytes=1), lambda: _time(engine, some))
         sizes = [
             (len(one.prompt.token_ids), len(token_ids)) for one, token_ids in zip(some, run["token_ids"], strict=True)

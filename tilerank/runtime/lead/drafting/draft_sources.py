@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from ...protocol.speculative import Speculative
+from tilerank.loader.pooling import DOES
+
+from ...protocol.speculative import DRAFTS, Speculative
 from ...rank.worker import Worker
 from .drafts import DraftSource
 from .head_drafts import HeadDrafts
@@ -12,18 +14,19 @@ from .ngrams import NgramDrafts
 
 log = logging.getLogger(__name__)
 
-_SOURCES: Mapping[Speculative, tuple[Callable[[Worker], DraftSource], str]] = {
-    "auto": (lambda _: NgramDrafts(), "tokens that texts repeat"),
-    "ngram": (lambda _: NgramDrafts(), "tokens that texts repeat"),
-    "mtp": (HeadDrafts, "tokens of the multi-token-prediction head"),
-    "draft": (ModelDrafts, "tokens of the draft model"),
+SOURCES: Mapping[Speculative, Callable[[Worker], DraftSource | None]] = {
+    "off": lambda _: None,
+    "ngram": lambda _: NgramDrafts(),
+    "mtp": HeadDrafts,
+    "draft": ModelDrafts,
 }
 
 
 def draft_source(speculative: Speculative, worker: Worker) -> DraftSource | None:
-    """Return the source of drafts that is asked for, None for none, and log which one it is."""
+    """Return the source of drafts with this name, None for none, and log which one it is."""
     if speculative == "off":
-        return None
-    source, tokens = _SOURCES[speculative]
-    log.info("%s are drafted where that pays", tokens)
-    return source(worker)
+        pooling = worker.card.pooling
+        log.info("no tokens are drafted%s", "" if pooling is None else f": the model {DOES[pooling.task]}")
+    else:
+        log.info("%s are drafted where that pays", DRAFTS[speculative])
+    return SOURCES[speculative](worker)
