@@ -132,7 +132,7 @@ def test_what_was_dear_is_tried_again() -> None:
 
 
 def test_proposals_that_do_not_pay_become_rare() -> None:
-    """After 16 steps without drafts, one step of 8 asks for them, until there is another sequence."""
+    """After 16 steps without drafts, one step of 8 asks for them, until steps have another size."""
     asked: list[int] = []
 
     class Source(DraftSource):

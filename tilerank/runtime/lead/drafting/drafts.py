@@ -14,6 +14,7 @@ import msgspec
 from ...protocol.engine_state import EngineState
 from ...protocol.rank_messages import Chunk
 from ...protocol.sizes import MAX_RUNNING
+from ...step.batch import padded_size
 from ..scheduler import Scheduler
 from ..sequence import Scheduled, Sequence
 from .draft_counts import DraftCounts, Proposal
@@ -50,8 +51,8 @@ class Drafting:
         self._proposals: list[tuple[Sequence, Proposal]] = []
         self._began = 0.0
         self._rows = 0  # of the step, 0 if it is none of decoding
-        self._plain_steps = 0  # in a row, of the same number of sequences
-        self._sequences = 0
+        self._plain_steps = 0  # in a row, of the same recorded size
+        self._size = 0
 
     def extend(self, scheduled: Scheduled) -> Scheduled:
         """Return a step with drafts. One that computes prompts has none: its rows are not free."""
@@ -83,8 +84,9 @@ class Drafting:
 
     def _rests(self, sequences: int) -> bool:
         """Return whether a step is left without proposals, as those before it had no drafts."""
-        self._plain_steps = self._plain_steps + 1 if sequences == self._sequences else 0
-        self._sequences = sequences
+        size = padded_size(sequences)
+        self._plain_steps = self._plain_steps + 1 if size == self._size else 0
+        self._size = size
         return self._plain_steps > REST_AFTER and self._plain_steps % REST_STEPS != 0
 
     def learn(self, scheduled: Scheduled) -> None:
