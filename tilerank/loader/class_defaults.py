@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def with_class_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of config.json with those of the class of its `model_type` that have no value."""
+    """Return the fields of config.json with those of the class of its `model_type` that it does not name."""
     model_type = values.get("model_type")
     defaults = _DEFAULTS.get(model_type) if isinstance(model_type, str) else None
     return values if defaults is None else _filled(values, defaults)
@@ -63,7 +63,7 @@ def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     filled = dict(values)
     for key, default in defaults.items():
         found = values.get(key)
-        if found is None:
+        if key not in values:
             filled[key] = default
         elif isinstance(found, Mapping) and isinstance(default, Mapping):
             filled[key] = _filled(found, default)
