@@ -25,7 +25,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.sequence import Sequence, next_chunk
 from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.lead.states import StatePool
-from tilerank.runtime.lead.stored_pages import StoredPages
+from tilerank.runtime.lead.transfers.stored_pages import StoredPages
 from tilerank.runtime.lead.window_pages import WindowPages
 from tilerank.runtime.protocol.events import ScoredEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt

@@ -12,7 +12,7 @@ from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.models.decoder import Decoder
 from tilerank.runtime.rank.registry import build_model, read_supported_card
-from tilerank.runtime.step.cache import PagedKV, SharedKV
+from tilerank.runtime.step.cache import HeadPlace, PagedKV, SharedKV
 from tilerank.runtime.step.rope import inverse_frequencies
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -88,7 +88,8 @@ def test_a_file_is_read_as_by_transformers(tmp_path: Path, changes: dict[str, An
         of_layer, mixer = config.per_layer_config[number], layer.mixer
         kept = spec.kept if isinstance(spec, SharedKV) else spec
         window = config.sliding_window if kind == SLIDING else 0
-        assert kept == PagedKV(of_layer.num_key_value_heads, of_layer.head_dim, torch.float32, window)
+        heads = of_layer.num_key_value_heads
+        assert kept == PagedKV(heads, of_layer.head_dim, torch.float32, window, HeadPlace(0, 0, heads))
         assert mixer.rotation is not None
         if rotary is not None:
             found = inverse_frequencies(mixer.rotation.rope, mixer.rotation.dim, 1)

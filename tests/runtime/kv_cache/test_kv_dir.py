@@ -17,16 +17,16 @@ from tilerank.kernels.kv_pages import KVPages
 from tilerank.loader.card import read_card
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
-from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.lead import stored_pages
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.lead.transfers import page_reads
 from tilerank.runtime.protocol.errors import EngineError
 from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.page_files import CODE_BYTES, PageFiles
-from tilerank.runtime.rank.page_store import PageStore, open_page_files
+from tilerank.runtime.rank.page_store import PageStore
 from tilerank.runtime.rank.rank_config import RankConfig
+from tilerank.runtime.rank.whole_pages import check_whole_pages
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.cache import CacheSpec, EncoderKV, PagedKV, RecurrentState
 
@@ -163,7 +163,7 @@ def test_other_sequences_go_on_while_pages_are_read(
     prompts = [prompt_of(1, 40), prompt_of(0), [*prompt_of(0)[:140], *prompt_of(5, 10)]]
     ask(engine, prompts[1])
     forget(engine)
-    monkeypatch.setattr(stored_pages, "PIECE_BYTES", 1)
+    monkeypatch.setattr(page_reads, "PIECE_BYTES", 1)
     monkeypatch.setattr("tilerank.runtime.lead.media_encoding.BESIDE_S", 0.0)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     requests = [Request(Prompt(prompt), params) for prompt in prompts]
@@ -348,7 +348,7 @@ def test_models_that_keep_something_else_are_refused(tmp_path: Path, kept: Cache
     card, config = read_card(DEMO), RankConfig(dtype=torch.float32, kv_dir=tmp_path / "kv")
     specs = [PagedKV(1, 8, torch.float32), kept]
     with pytest.raises(EngineError) as error:
-        open_page_files(DEMO, card, config, Sharding(0, 1, torch.float32, None), specs)
+        check_whole_pages(config.page_option, DEMO, card, specs)
     assert str(error.value) == (
         f"--kv-dir: {DEMO}: expected a model of which every layer keeps all tokens of a text, found one of type qwen3, "
         f"which keeps {named}"

@@ -7,13 +7,15 @@ from .pages import PagePool
 from .sequence import Sequence
 from .sources import SourcePool
 from .states import StatePool
-from .stored_pages import StoredPages
+from .transfers.given_pages import GivenPages
+from .transfers.stored_pages import StoredPages
+from .transfers.taken_pages import TakenPages
 from .window_pages import WindowPages
 
 
 def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]]:
     """Return the kinds of cache of a model, in the order in which they are asked at admission: states, pages of windows
-    and sources before the pages, which depend on the first two, and these before what continues them in files and the
+    and sources before the pages, which depend on the first two, and these before what continues them elsewhere and the
     encodings of what they do not hold."""
     beside: list[CacheKind[Sequence]] = [StatePool(worker.states)] if worker.states else []
     beside += [WindowPages(worker.window_pages, worker.window)] if worker.window else []
@@ -21,5 +23,9 @@ def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]
     encodings = EncoderCache(mm_cache_bytes // 2 if worker.source_pages else mm_cache_bytes)
     sources = [SourcePool(worker.source_pages, encodings)] if worker.source_pages else []
     pages = PagePool(worker.pages, beside)
-    stored = [StoredPages(worker, worker.store, pages, [encodings])] if worker.store else []
-    return [*beside, *sources, pages, *stored, encodings]
+    moved: list[CacheKind[Sequence]] = []
+    if worker.store is not None:
+        moved = [StoredPages(worker, worker.store, pages, [encodings])]
+    if (memory := worker.transfers) is not None:
+        moved = [GivenPages(worker, memory, pages) if memory.slots else TakenPages(worker, memory, pages, [encodings])]
+    return [*beside, *sources, pages, *moved, encodings]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
-from ..protocol.events import Event, FailedEvent, PooledEvent, ScoredEvent, SoundEvent, TokenEvent
+from ..protocol.events import Event, FailedEvent, PooledEvent, PrefilledEvent, ScoredEvent, SoundEvent, TokenEvent
 from ..protocol.grammar import Vocabulary
 from ..protocol.prompt import MM_CACHE_BYTES, Prompt
 from ..protocol.rank_messages import Count, Step
@@ -23,7 +23,6 @@ from ..protocol.speech_settings import read_speech_settings
 from ..rank.counters import RankCounters
 from ..rank.worker import Worker
 from ..step.cache import num_pages
-from . import sampling
 from .cache_kinds import cache_kinds
 from .drafting.draft_counts import DraftCounts
 from .drafting.drafts import Drafting, DraftSource
@@ -34,10 +33,12 @@ from .logits_rules import LogitsRules, TextRules
 from .media_encoding import MediaEncoding
 from .pooler import Pooler
 from .prompt_checks import check_layers, check_media, check_prompt, check_task
+from .prompt_scores import prompt_scores
 from .sampling import SampledToken, SamplingParams
 from .scheduler import SCORE_ROWS, Scheduler
 from .sequence import Scheduled, Sequence, next_chunk, rows_of
 from .speech_scheduler import SpeechScheduler
+from .transfers.given_pages import GivenPages
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,13 @@ class Request:
     """A prompt and what to do with it.
 
     rules: what Engine.rules returned for the same parameters, but for the seed; None if no other request shares them.
+    slots: as in Sequence.
     """
 
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
     rules: LogitsRules | None = None
+    slots: list[int] = field(default_factory=list)
 
 
 class Engine:
@@ -72,7 +75,9 @@ class Engine:
         self._eos = frozenset(worker.card.eos_token_ids)
         self._whole_tokens = worker.encoder.whole_tokens if worker.encoder else 0
         chunk_rows = max(PREFILL_CHUNK, self._whole_tokens)
-        self.scheduler = Scheduler(cache_kinds(worker, mm_cache_bytes), max_running, chunk_rows)
+        kinds = cache_kinds(worker, mm_cache_bytes)
+        self.scheduler = Scheduler(kinds, max_running, chunk_rows)
+        self._given_pages = next((kind for kind in kinds if isinstance(kind, GivenPages)), None)
         self.drafting = Drafting(source, self.scheduler, DraftCounts())
         self.speaking = SpeechScheduler(worker, read_speech_settings(self.card))
         self.encoding = MediaEncoding(worker)
@@ -129,6 +134,8 @@ class Engine:
         if number in self._requests:
             self.scheduler.remove(self._requests.pop(number), share=share)
             self.encoding.stop_if_unused()
+        elif self._given_pages is not None:
+            self._given_pages.give_back(number)
         self.speaking.cancel(number)
 
     def step(self) -> list[Event]:
@@ -156,8 +163,8 @@ class Engine:
             return ended + self._pool(self._pooler, scheduled, logits)
         for sequence, event in hidden_states(scheduled, self.worker.hidden_states, self.worker.layers):
             ended.append(event or self._fail(sequence))
-        if any(sequence.params.prompt_logprobs is not None for sequence, _ in scheduled):
-            ended += self._score_prompts(scheduled, logits)
+        for sequence, scores in prompt_scores(scheduled, logits):
+            ended.append(scores or self._fail(sequence))
         ended += self._sample(scheduled, logits)
         self.drafting.learn(scheduled)
         return ended
@@ -259,6 +266,7 @@ class Engine:
             all_logits or bool(params.hidden_layers) or (self._pooler is not None and self._pooler.pooling.reads_all),
             self._whole_tokens,
             worker.whole_texts,
+            request.slots,
         )
         if num_pages(sequence.max_cached) > worker.pages:
             raise RequestError(
@@ -309,24 +317,6 @@ class Engine:
                 events.append(end)
         return events
 
-    def _score_prompts(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
-        """Return the log-probabilities of the tokens of prompts that follow the rows of `logits`, before sampling
-        changes these."""
-        events: list[Event] = []
-        for (sequence, chunk), rows in zip(scheduled, rows_of(scheduled), strict=True):
-            count, end = sequence.params.prompt_logprobs, chunk.start + len(chunk.token_ids)
-            first = end - chunk.logits + 1
-            following = sequence.prompt.token_ids[first : end + 1]
-            if count is not None and chunk.logits and following:
-                values = logits[rows.start : rows.start + len(following)]
-                if not values.amax(dim=-1).isfinite().all():
-                    events.append(self._fail(sequence))
-                    continue
-                logprobs = sampling.score(values, following, count)
-                events.append(ScoredEvent(sequence.request, logprobs, start=sequence.begin()))
-                sequence.scored = first + len(following) - 1
-        return events
-
     def _sample(self, scheduled: Scheduled, logits: Tensor) -> list[Event]:
         """Return the next tokens of every sequence whose tokens are all computed."""
         events: list[Event] = []
@@ -337,8 +327,7 @@ class Engine:
             if sequence.params.max_new_tokens:
                 draws.append(Draw(sequence, chunk, rows))
             else:
-                self.cancel(sequence.request)
-                events.append(ScoredEvent(sequence.request, [], "length", sequence.begin()))
+                events.append(self._end_prompt(sequence))
         while draws:
             chosen = choose_next(draws, logits, self.worker.argmax)
             now = time.monotonic()
@@ -372,6 +361,14 @@ class Engine:
         return TokenEvent(
             sequence.request, choice.token_id, now, reason, choice.logprobs, sequence.begin(), was_drafted, rejected
         )
+
+    def _end_prompt(self, sequence: Sequence) -> Event:
+        """End a request for its prompt alone. Prefill ranks give its pages to decode ranks."""
+        request, start, slots = sequence.request, sequence.begin(), None
+        if self._given_pages is not None:
+            slots = self._given_pages.give(sequence)
+        self.cancel(request)
+        return ScoredEvent(request, [], "length", start) if slots is None else PrefilledEvent(request, slots, start)
 
     def _finish(self, sequence: Sequence) -> None:
         """End a text that is complete. If it is spoken, its speech goes on."""

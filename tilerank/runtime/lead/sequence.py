@@ -30,6 +30,7 @@ class Sequence:
     whole_tokens: as in Encoder; 0 for a model without one.
     is_whole: whether all of its tokens attend to each other, so that one chunk has all of them, and none of them comes
         from the cache.
+    slots: in which the pages of its prompt are that prefill ranks have computed (rank/transfer_memory.py), in order.
     tokens: the prompt and the tokens generated so far; the KV cache holds the first `cached` of them.
     keys: what their pages are shared by (prompt.py).
     number: names the sequence in messages to the ranks; a new one for each admission, -1 while it waits.
@@ -51,6 +52,7 @@ class Sequence:
     all_logits: bool = False
     whole_tokens: int = 0
     is_whole: bool = False
+    slots: list[int] = field(default_factory=list)
     tokens: list[int] = field(init=False)
     keys: list[int] = field(init=False)
     number: int = -1

@@ -19,7 +19,7 @@ from tilerank.parallel.sharding import Sharding
 from tilerank.parallel.stacked import QKVParallelLinear
 
 from ..step.batch import Batch, LogitRows
-from ..step.cache import PagedKV
+from ..step.cache import HeadPlace, PagedKV
 from ..step.rope import Rotation
 from .decoder import Mixer
 from .padded_heads import attention_scale, head_multiple
@@ -113,7 +113,8 @@ class SelfAttention(Mixer[KVPages]):
             self.sinks = PlainParameter((span.size,), torch.float32)
             self.sinks.fill(f"{name}.sinks", (heads,), slice(span.start, span.stop))
         kept = 0 if both_sides else window
-        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype, kept)
+        place = HeadPlace.of(self.qkv.heads, sharding.rank)
+        self.cache_spec = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype, kept, place)
 
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:
         queries, k, v = self.qkv(x)

@@ -18,7 +18,7 @@ from tilerank.parallel.sharding import Sharding
 from tilerank.parallel.stacked import QKVParallelLinear
 
 from ..step.batch import Batch, LogitRows
-from ..step.cache import CacheSpec, PagedKV, SharedKV
+from ..step.cache import CacheSpec, HeadPlace, PagedKV, SharedKV
 from ..step.rope import Rotation
 from .decoder import Mixer
 from .padded_heads import head_multiple
@@ -61,7 +61,8 @@ class NormedAttention(Mixer[KVPages]):
         self.v_norm = WeightlessNorm(dim, eps, sharding)
         self.rotation = Rotation(config.rope, config.rotary_dim)
         self.window = window
-        kept = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype, window)
+        place = HeadPlace.of(self.qkv.heads, sharding.rank)
+        kept = PagedKV(self.qkv.kv_heads, dim, sharding.cache_dtype, window, place)
         self.cache_spec: CacheSpec = kept if shared is None else SharedKV(shared, kept)
 
     def __call__(self, x: Tensor, rope: Tensor, batch: Batch, cache: KVPages, only: LogitRows | None = None) -> Tensor:

@@ -25,6 +25,10 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     speaking: requests that speak or wait for it. speech_frames, speech_samples: totals since the start. talker_pages,
     talker_pages_used: pages of the talker's cache, 0 for models that do not speak, and how many of them are in use.
 
+    transfer_slots, transfer_slots_used: slots through which prefill ranks give pages, 0 elsewhere, and how many of them
+    requests have pinned. given_pages: total since the start. taken_pages, taken_bytes, missed_prompts: totals of decode
+    ranks: the pages that they have taken, their bytes with all heads, and the prompts of which a page was gone.
+
     drafted_tokens, accepted_tokens: totals since the start of the tokens that were drafted and checked, and of those
     that were right.
     """
@@ -55,6 +59,12 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     kv_dir_written: int = 0
     kv_dir_read: int = 0
     kv_dir_refused: int = 0
+    transfer_slots: int = 0
+    transfer_slots_used: int = 0
+    given_pages: int = 0
+    taken_pages: int = 0
+    taken_bytes: int = 0
+    missed_prompts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -84,7 +84,16 @@ class HiddenEvent(msgspec.Struct, frozen=True, array_like=True, tag=6):
     values: bytes
 
 
-Event = TokenEvent | ScoredEvent | SoundEvent | EndedEvent | FailedEvent | PooledEvent | HiddenEvent
+class PrefilledEvent(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Prefill ranks have computed the prompt of request number `request`. Its full pages are in these slots of the
+    memory of both groups (rank/transfer_memory.py), in order, until the request is cancelled."""
+
+    request: int
+    slots: list[int]
+    start: Start | None = None
+
+
+Event = TokenEvent | ScoredEvent | SoundEvent | EndedEvent | FailedEvent | PooledEvent | HiddenEvent | PrefilledEvent
 
 
 def is_last(event: Event, speaks: bool) -> bool:
@@ -94,6 +103,6 @@ def is_last(event: Event, speaks: bool) -> bool:
             return event.finish_reason is not None and not speaks
         case SoundEvent():
             return event.last
-        case HiddenEvent():
+        case HiddenEvent() | PrefilledEvent():
             return False
     return True

@@ -1,5 +1,5 @@
 """The messages from rank 0 to the other ranks: one small typed message a step, those that encode media, and those that
-keep pages in files.
+move pages into files and between the ranks of two groups.
 
 Workers remember the pages of running sequences, so a sequence in a decode step is its number, its length and one token
 id.
@@ -136,6 +136,24 @@ class LoadPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pages: list[tuple[int, bytes]]
 
 
+class GivePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Prefill ranks: copy pages to the memory of both groups (rank/transfer_memory.py).
+
+    pages: (number, slot, digest).
+    """
+
+    pages: list[tuple[int, int, bytes]]
+
+
+class TakePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Decode ranks: copy pages from this memory, and gather how many of the first ones every rank has found there.
+
+    pages: as in GivePages.
+    """
+
+    pages: list[tuple[int, int, bytes]]
+
+
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Gather the counters of all ranks."""
 
@@ -155,6 +173,8 @@ Message = (
     | StoreSource
     | KeepPages
     | LoadPages
+    | GivePages
+    | TakePages
     | Count
     | Stop
 )

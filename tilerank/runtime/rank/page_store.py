@@ -24,7 +24,7 @@ from tilerank.parallel.sharding import Sharding
 
 from ..protocol.errors import EngineError
 from ..protocol.rank_messages import KeepPages, LoadPages
-from ..step.cache import Budget, Cache, CacheSpec, bytes_per_token
+from ..step.cache import Cache, CacheSpec, bytes_per_token
 from .cache_identity import cache_identity
 from .page_files import CODE_BYTES, PageFiles
 from .rank_config import RankConfig
@@ -35,12 +35,6 @@ _READERS = 4
 """Threads that read and check files."""
 _CLOSE_S = 5.0
 """Longest time for the pages that are not written yet when the server ends."""
-_OTHER_KINDS = {
-    Budget.WINDOW_TOKENS: "a window of the tokens in some layers",
-    Budget.SOURCE_TOKENS: "keys and values of encodings in some layers",
-    Budget.STATES: "states in some layers",
-}
-"""What cannot be kept in files."""
 
 
 class PageStore:
@@ -173,19 +167,10 @@ def open_page_files(
 ) -> PageFiles | None:
     """Return the files in which a rank keeps pages; None if the configuration has no directory for them.
 
-    Raises EngineError for a model whose caches are not all pages of tokens, for a size without room for a page, and as
-    PageFiles does.
+    Raises EngineError for a size without room for a page, and as PageFiles does.
     """
     if config.kv_dir is None:
         return None
-    other = next((_OTHER_KINDS[spec.budget] for spec in specs if spec.budget in _OTHER_KINDS), None)
-    if other is None and card.pooling is not None:
-        other = "no token, because it generates none"
-    if other is not None:
-        raise EngineError(
-            f"--kv-dir: {model_dir}: expected a model of which every layer keeps all tokens of a text, found one of "
-            f"type {card.model_type}, which keeps {other}"
-        )
     page_bytes, capacity = CODE_BYTES + bytes_per_token(specs) * PAGE_TOKENS, config.kv_dir_bytes // sharding.size
     if capacity < page_bytes:
         raise EngineError(

@@ -16,6 +16,7 @@ from ..protocol.errors import EngineError
 from ..protocol.sizes import KV_DIR_BYTES
 from ..protocol.speculative import Speculative
 from .speech_rank import TALKER_TOKENS
+from .transfer_memory import Transfer
 
 SOURCE_BYTES = 1 << 30
 """Bytes of keys and values of encodings that a rank keeps by default."""
@@ -23,7 +24,7 @@ SOURCE_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """The configuration by which a rank loads and computes a model, the same on every rank.
+    """The configuration by which a rank loads and computes a model, the same on every rank but for `transfer`.
 
     dtype: of weights, activations and cache: bfloat16 or float32.
     quantization: the projections are quantised while loading (a quantised checkpoint needs no asking), with dtype
@@ -38,6 +39,7 @@ class RankConfig:
     cached_tokens: how many of max_total_tokens a step is expected to read, for the cost of a cut (default: all).
     source_bytes: of keys and values of encodings, if the model has cross-attention.
     talker_tokens: in the cache of the talker, if the model speaks.
+    transfer: of this rank, if prefill ranks are apart from decode ranks.
     kv_dir: where pages of the cache are kept in files; None: nowhere. kv_dir_bytes: at most, of all ranks together.
     family_options: those of the model's family.
     speculative: which drafts are made.
@@ -57,12 +59,20 @@ class RankConfig:
     cached_tokens: int | None = None
     source_bytes: int = SOURCE_BYTES
     talker_tokens: int = TALKER_TOKENS
+    transfer: Transfer | None = None
     kv_dir: Path | None = None
     kv_dir_bytes: int = KV_DIR_BYTES
     family_options: FamilyOptions = field(default_factory=dict)
     speculative: Speculative = "off"
     draft_model: Path | None = None
     eager: bool = False
+
+    @property
+    def page_option(self) -> str | None:
+        """The option that moves pages out of the cache and back; None if none does."""
+        if self.transfer is not None:
+            return "--prefill-nodes"
+        return None if self.kv_dir is None else "--kv-dir"
 
 
 def with_context_length(card: ModelCard, context_length: int | None) -> ModelCard:

@@ -57,6 +57,8 @@ from .page_store import PageStore, open_page_files
 from .rank_config import RankConfig, notes_of, with_context_length
 from .registry import build_model, read_supported_card
 from .speech_rank import SpeechOutputs, SpeechRank
+from .transfer_memory import transfer_memory
+from .whole_pages import check_whole_pages
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,6 @@ class Worker:
         """Pages of the cache that sequences may have."""
         group = team.group
         formats = weight_formats(self.card.quantization, config.dtype, config.quantization, config.activation_bits)
-        tokens = config.cached_tokens or self.max_total_tokens
         # The rule of "auto" counts collectives in shared memory.
         kv_split = "off" if config.kv_split == "auto" and len(team.hosts) > 1 else config.kv_split
         sharding = Sharding(
@@ -88,7 +89,7 @@ class Worker:
             config.dtype,
             group,
             config.strategy,
-            tokens,
+            config.cached_tokens or self.max_total_tokens,
             formats,
             config.kv_dtype,
             kv_split,
@@ -99,19 +100,19 @@ class Worker:
             self.card = replace(self.card, context_length=PREFILL_CHUNK)
         for note in notes_of(self.card, config, quantised=formats is not None) if group.rank == 0 else ():
             log.info(note)
-        files = open_page_files(model_dir, self.card, config, sharding, self._model.cache_specs())
-        asked = config.quantization
-        calibration = None if asked is None or asked.calibration is None else Calibration(asked.calibration)
+        specs = self._model.cache_specs()
+        check_whole_pages(config.page_option, model_dir, self.card, specs)
+        files = open_page_files(model_dir, self.card, config, sharding, specs)
+        path = None if config.quantization is None else config.quantization.calibration
         self.load_report: LoadReport = load_weights(
             self._model,
             Checkpoint(model_dir),
             ignore=self._model.ignore,
             progress=group.rank == 0,
             quantization=self.card.quantization,
-            calibration=calibration,
+            calibration=None if path is None else Calibration(path),
             files=weight_files,
         )
-        specs = self._model.cache_specs()
         self.states = (config.states or num_states(self.max_total_tokens)) if has_states(specs) else 0
         """Slots for states of sequences; 0 for models without states."""
         self.source_pages = self._source_pages(config.source_bytes)
@@ -131,6 +132,8 @@ class Worker:
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         self.store = None if files is None else PageStore(files, self._caches, group)
         """Keeps pages of the cache in files; None if the configuration has no directory for them."""
+        self.transfers = transfer_memory(config.transfer, specs, self._caches, group, self.pages)
+        """Through which pages go from prefill ranks to decode ranks; None if the same ranks do both."""
         self.step_bytes = bytes_per_step(self._model)
         """What a step reads on this rank."""
         longest = num_pages(min(self.max_total_tokens, self.card.context_length))
@@ -254,10 +257,12 @@ class Worker:
                 case rank_messages.KeepPages() | rank_messages.LoadPages():
                     assert self.store is not None
                     self.store.follow(message)
+                case rank_messages.GivePages() | rank_messages.TakePages():
+                    assert self.transfers is not None
+                    self.transfers.follow(message)
                 case rank_messages.Count():
                     self.gather_counters()
-        self.team.group.barrier()
-        self._close_store()
+        self._end()
 
     def announce(self, message: rank_messages.Message) -> None:
         """Rank 0: send a message to the ranks that follow."""
@@ -267,8 +272,7 @@ class Worker:
         """Rank 0: end `follow` on the other ranks. Returns when all have received the message: a rank that left before
         would look lost to those that still wait for it."""
         self.announce(rank_messages.Stop())
-        self.team.group.barrier()
-        self._close_store()
+        self._end()
 
     def run(self, step: rank_messages.Step) -> Tensor:
         """Compute a step. Returns what Model.forward returns of the m tokens whose logits it asks for, valid until the
@@ -374,7 +378,8 @@ class Worker:
         """Return the time of every kernel of the last step; None if that was not a measured decode step."""
         return self._graphs.profile() if self._graphs is not None else None
 
-    def _close_store(self) -> None:
+    def _end(self) -> None:
+        self.team.group.barrier()
         if self.store is not None:
             self.store.close()
 

@@ -14,6 +14,7 @@ import torch
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.state_slots import StateSlots
+from tilerank.parallel.shard import HeadCut
 
 from ..protocol.errors import EngineError
 
@@ -32,17 +33,36 @@ class Budget(Enum):
 
 
 @dataclass(frozen=True)
+class HeadPlace:
+    """Where the KV heads of a rank are among the `total` heads of its layer; those that would follow them are zero.
+
+    first: the number of its first head. own: of the first one that no rank before it has as well.
+    """
+
+    first: int
+    own: int
+    total: int
+
+    @staticmethod
+    def of(cut: HeadCut, rank: int) -> "HeadPlace":
+        first = cut.kv[rank].start
+        own = max(first, cut.kv[rank - 1].stop) if rank else first
+        return HeadPlace(first, own, cut.kv[-1].stop)
+
+
+@dataclass(frozen=True)
 class PagedKV:
     """Keys and values of tokens, in pages of PAGE_TOKENS tokens.
 
     kv_heads: those of this rank. window: a token attends to so many tokens, itself included, and those before them need
-    not be kept; 0 for a layer that attends to all.
+    not be kept; 0 for a layer that attends to all. place: of the heads; None for all heads of the layer.
     """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int = 0
+    place: HeadPlace | None = None
 
     @property
     def budget(self) -> Budget:
