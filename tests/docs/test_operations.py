@@ -151,6 +151,7 @@ def test_options_are_those_of_the_command() -> None:
 
 def test_metrics_are_those_of_the_server() -> None:
     every = {"state_slots": 12, "source_pages": 40, "talker_pages": 8, "window_pages": 6, "kv_dir_capacity": 64}
+    every |= {"transfer_slots": 10}
     text = Metrics(client_that_heard(RANKS, msgspec.structs.replace(STATE, **every)), "it", True).text().decode()
     exported = {name for name in re.findall(r"^# TYPE (tilerank_\S+)", text, re.M) if not name.endswith("_created")}
     documented = set(re.findall(r"\btilerank_[a-z0-9_]+", TEXT))

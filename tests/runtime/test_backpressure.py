@@ -20,7 +20,8 @@ from tilerank.runtime.protocol.params import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.link import client as client_module
 from tilerank.runtime.server.link import request_queue as queue_module
-from tilerank.runtime.server.link.client import EngineClient, OverloadedError, Progress, RefusedError
+from tilerank.runtime.server.link.client import EngineClient, OverloadedError
+from tilerank.runtime.server.link.connection import Progress, RefusedError
 from tilerank.runtime.server.link.engine_loop import serve_connections
 from tilerank.runtime.server.link.messages import Cancel, Submit, ToEngine
 from tilerank.runtime.server.link.request_queue import CHOICE_TOKENS, MAX_BYTES, MAX_TOKENS, RequestQueue

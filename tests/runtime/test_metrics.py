@@ -100,6 +100,14 @@ def test_servers_that_keep_pages_in_files_report_them() -> None:
     assert counts == [7, 3, 1]
 
 
+def test_servers_with_prefill_ranks_report_the_pages_between_the_groups() -> None:
+    assert not [name for name in samples(client_that_heard(RANKS, STATE)) if "transfer_" in name]
+    moved = replace(STATE, transfer_slots=8, transfer_slots_used=2, given_pages=9, taken_pages=7, taken_bytes=700)
+    found = samples(client_that_heard(RANKS, STATE, replace(moved, missed_prompts=1)))
+    names = ("usage_perc", "pages_given_total", "pages_taken_total", "bytes_taken_total", "prompts_missed_total")
+    assert [found[f"tilerank_transfer_{name}"] for name in names] == [2 / 8, 9, 7, 700, 1]
+
+
 def test_rates_are_of_the_latest_report() -> None:
     """Rank 0 read 3000 bytes in 2 s, rank 1 1200 bytes in 1 s; they waited 1 of 4 s and 1.5 of 2 s."""
     client = client_that_heard(

@@ -15,7 +15,7 @@ from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.server.apis.completions.choices import ChatFormatter
 from tilerank.runtime.server.chat.deltas import Delta, Opening
 from tilerank.runtime.server.chat.generation import Generation
-from tilerank.runtime.server.link.client import Progress
+from tilerank.runtime.server.link.connection import Progress
 
 
 @dataclass(frozen=True)

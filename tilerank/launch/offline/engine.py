@@ -25,7 +25,8 @@ from tilerank.runtime.protocol.errors import EngineError, RequestError
 from tilerank.runtime.server.app import make_app
 from tilerank.runtime.server.chat.text_encoder import DirectTextEncoder
 from tilerank.runtime.server.http.errors import ApiError
-from tilerank.runtime.server.link.client import EngineClient, EngineGoneError
+from tilerank.runtime.server.link.client import EngineClient
+from tilerank.runtime.server.link.connection import EngineGoneError
 from tilerank.runtime.server.link.handover import connections
 
 from ..options import model

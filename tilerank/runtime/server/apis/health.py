@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ...protocol.params import PoolingParams, SamplingParams
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
-from ..link.client import EngineGoneError, RefusedError
+from ..link.connection import EngineGoneError, RefusedError
 from ..monitoring import status
 from ..web.pages import page
 from .service import Service, while_connected

@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from ...protocol.events import HiddenEvent, PooledEvent, SoundEvent, TokenEvent
+from ...protocol.events import HiddenEvent, PooledEvent, PrefilledEvent, SoundEvent, TokenEvent
 from ...protocol.params import Logprobs, Start
-from ..link.client import Progress
+from ..link.connection import Progress
 from .answer_format import AnswerReader, Part
 from .request import Sampling
 from .tools.calls import Piece
@@ -130,7 +130,7 @@ class ChoiceDeltas:
         if isinstance(event, SoundEvent):
             self._usage.sound_bytes[self._index] = self._usage.sound_bytes.get(self._index, 0) + len(event.samples)
             return Delta(self._index, (), (), self._text_end if event.last else None, sound=event.samples)
-        assert not isinstance(event, PooledEvent | HiddenEvent), event
+        assert not isinstance(event, PooledEvent | HiddenEvent | PrefilledEvent), event
         self._start = self._start or event.start
         if isinstance(event, TokenEvent):
             return self._take_token(event)

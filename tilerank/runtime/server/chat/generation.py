@@ -12,7 +12,8 @@ from tilerank.loader.tokenizer import Tokenizer
 
 from ...protocol.prompt import Prompt
 from ..http.errors import ApiError
-from ..link.client import EngineClient, EngineGoneError, OverloadedError, RefusedError
+from ..link.client import EngineClient, OverloadedError
+from ..link.connection import EngineGoneError, RefusedError
 from .answer_format import AnswerReader
 from .deltas import ChoiceDeltas, Delta, Usage
 from .params import final_prompt, sampling_params, seeds

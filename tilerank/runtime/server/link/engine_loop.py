@@ -146,7 +146,7 @@ class _Session:
             try:
                 if refusal is not None:
                     raise RequestError(refusal)
-                request = self._engine.submit(Request(prompt, params, rules))
+                request = self._engine.submit(Request(prompt, params, rules, message.slots))
             except RequestError as e:
                 self._send(Events([FailedEvent(number, str(e))]))
                 continue

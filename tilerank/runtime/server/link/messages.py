@@ -17,7 +17,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """A new request with a choice for each of `seeds`, which take the place of `params.seed`.
 
     number: the request number of the first choice, which the HTTP process chooses; the others follow it. digests: of
-    the prompt's media, so that the engine need not compute them.
+    the prompt's media, so that the engine need not compute them. slots: as in Sequence (lead/sequence.py).
     """
 
     number: int
@@ -25,6 +25,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
     params: SamplingParams
     seeds: list[int]
     digests: list[bytes] = []
+    slots: list[int] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -70,10 +70,11 @@ class RequestQueue:
         self._advance()
 
     def cancel(self, number: int) -> None:
-        """Cancel a choice, in the queue or in the engine."""
+        """Cancel a choice, in the queue or in the engine, if it is in either."""
         entry = self._queued.get(number)
         if entry is None:
-            self._send(Cancel(number))
+            if number in self._sent:
+                self._send(Cancel(number))
             return
         entry.cancelled.add(number)
         if len(entry.cancelled) == len(entry.numbers):

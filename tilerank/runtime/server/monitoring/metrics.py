@@ -220,6 +220,13 @@ class _EngineCollector(Collector):
             yield _counter("kv_dir_pages_written", "Pages of the KV cache written to files", totals.kv_dir_written)
             yield _counter("kv_dir_pages_read", "Pages read from files", totals.kv_dir_read)
             yield _counter("kv_dir_pages_refused", "Pages not written, or damaged in files", totals.kv_dir_refused)
+        if state.transfer_slots:
+            used = state.transfer_slots_used / state.transfer_slots
+            yield _gauge("transfer_usage_perc", "Fraction of the slots between both groups in use, 0 to 1", used)
+            yield _counter("transfer_pages_given", "Pages that prefill ranks have given", totals.given_pages)
+            yield _counter("transfer_pages_taken", "Pages that decode ranks have taken", totals.taken_pages)
+            yield _counter("transfer_bytes_taken", "Bytes of these pages, of all heads", totals.taken_bytes)
+            yield _counter("transfer_prompts_missed", "Prompts of which a page was gone", totals.missed_prompts)
         if state.source_pages:
             used = state.source_pages_used / state.source_pages
             yield _gauge("source_pages", "Pages for keys and values of encoded pictures and videos", state.source_pages)

@@ -20,7 +20,7 @@ from ...chat.deltas import Usage
 from ...chat.generation import api_errors
 from ...http.errors import ApiError
 from ...http.memory import request_memory
-from ...link.client import Progress
+from ...link.connection import Progress
 from ..answer import json_answer
 from ..service import Service, while_connected
 
