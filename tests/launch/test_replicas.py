@@ -87,7 +87,7 @@ def test_what_the_demo_model_takes() -> None:
 
 def test_replicas_get_neighbouring_nodes(tmp_path: Path) -> None:
     topology = read_topology(Machine(SNC3).write(tmp_path))
-    parts = divide_placement(place(topology, 6), 3)
+    parts = divide_placement(place(topology, 6), [2, 2, 2])
     assert [[rank.mem_nodes for rank in part.ranks] for part in parts] == [
         [(0,), (1,)],
         [(2,), (3,)],
@@ -101,5 +101,5 @@ def test_replicas_get_neighbouring_nodes(tmp_path: Path) -> None:
 
 def test_replicas_that_share_memory_know_it(tmp_path: Path) -> None:
     topology = read_topology(sockets(2, 6).write(tmp_path))
-    assert {part.sharers for part in divide_placement(place(topology, 4), 4)} == {2}
-    assert {part.sharers for part in divide_placement(place(topology, 2, "none"), 2)} == {2}
+    assert {part.sharers for part in divide_placement(place(topology, 4), [1] * 4)} == {2}
+    assert {part.sharers for part in divide_placement(place(topology, 2, "none"), [1, 1])} == {2}

@@ -243,7 +243,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def replicas_on(machine: Machine, root: Path, card: ModelCard, tp: int, dp: int, **options: Any) -> ReplicaPlans:
     topology = read_topology(machine.write(root / "machine"))
-    parts = divide_placement(place(topology, tp * dp), dp)
+    parts = divide_placement(place(topology, tp * dp), [tp] * dp)
     given = ModelOptions(**options)
     plans = (plan_model(card, tp, given, model="models/it", topology=topology, placement=part) for part in parts)
     return ReplicaPlans(tuple(plans))

@@ -120,8 +120,8 @@ def own_replicas(
         raise LaunchError(f"--kv-dir {args.kv_dir} is for one replica, found --dp {division.dp}")
     whole = start.own_placement(args, identity, machine, division.tp * division.dp)
     return [
-        HostRanks(args, division.tp, range(division.tp), placement, replica if division.dp > 1 else None)
-        for replica, placement in enumerate(divide_placement(whole, division.dp))
+        HostRanks(args, division.tp, range(division.tp), placement, f"replica {replica}" if division.dp > 1 else None)
+        for replica, placement in enumerate(divide_placement(whole, [division.tp] * division.dp))
     ]
 
 

@@ -22,6 +22,7 @@ from ..options.draft_model import check_draft_model
 from ..planning import cache_size
 from ..planning.plan_text import cache_text, render, states_text, windows_text
 from ..ranks import start
+from ..ranks.prefill_ranks import gives_pages, transfer_of
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import identify
 from . import prompts, speech_output
@@ -84,7 +85,7 @@ class GenerateJob:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._model_dir = model.model_directory(args)
-        self._options = model.model_options(args)
+        self._options = replace(model.model_options(args), gives_pages=gives_pages(os.environ))
         self._plan: Plan | None = None  # on the first rank of each host
 
     def prepare(self) -> None:
@@ -138,7 +139,7 @@ class GenerateJob:
             if tokens < self._plan.cached_tokens:
                 log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         config = self._options.rank_config(read_card(self._model_dir), tokens)
-        config = kv_dir.with_kv_dir(config, self._args)
+        config = replace(kv_dir.with_kv_dir(config, self._args), transfer=transfer_of(os.environ))
         return Worker(self._model_dir, team, config, start.weight_files(self._args))
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:

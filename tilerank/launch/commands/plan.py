@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tilerank.loader.card import ModelCard
 from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
@@ -20,8 +20,8 @@ from ..options import model
 from ..options.arguments import whole_number, whole_numbers
 from ..options.hub import add_model_argument
 from ..planning.other_machine import MAX_NODES, described_machine, idle_machine, without_cores
-from ..planning.plan import model_bytes, plan_model
-from ..planning.plan_text import as_json, render, render_replicas, replicas_as_json
+from ..planning.plan import model_bytes, plan_model, sharded_models
+from ..planning.plan_text import as_json, render, render_groups, render_replicas, replicas_as_json
 from ..planning.plan_types import Plan, ReplicaPlans
 from ..planning.prediction.machine import Machine, machine_names, read_machine, shares_of
 from ..planning.prediction.predict import Prediction, predict_cases, predict_goodput, predicted_step
@@ -29,9 +29,11 @@ from ..planning.prediction.text import as_json as as_json_prediction
 from ..planning.prediction.text import render as render_prediction
 from ..planning.remedies import plan_with_remedy
 from ..planning.replicas import Division, divide, replica_count
+from ..ranks import prefill_ranks
 from ..ranks.rendezvous import identify
 from ..ranks.start import own_placement, own_topology
 
+GROUPS = ("prefill ranks", "decode ranks")
 NEW_TOKENS = 32
 """Decode steps over whose contexts a predicted step is the mean, as `bench model` measures by default."""
 
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|N",
         help="replicas of the model, each on --tp ranks of its own, as `serve --dp` places them (default: 1)",
     )
+    prefill_ranks.add_arguments(parser)
     parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
     parser.set_defaults(bind="auto")
     parser.add_argument(
@@ -113,24 +116,28 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"--tp {division.tp}: expected a multiple of the {hosts} hosts of {args.machine}")
     if args.dp != 1:
         division = divide(topology, args.tp, args.dp, lambda: model_bytes(card, options))
-    whole = own_placement(args, identity, machine, division.tp // hosts * division.dp)
+    groups = [_Group(division.tp, options)] * division.dp
+    if args.prefill_nodes is not None:
+        groups = _prefill_and_decode(args, card, division.tp, options)
+    whole = own_placement(args, identity, machine, sum(group.tp // hosts for group in groups))
 
-    def planned(placement: Placement) -> Plan:
+    def planned(group: _Group, placement: Placement) -> Plan:
         def planner(card: ModelCard, options: model.ModelOptions) -> Plan:
-            name = str(args.model)
-            here = range(division.tp // hosts)
-            return plan_model(card, division.tp, options, model=name, topology=topology, placement=placement, here=here)
+            name, tp, here = str(args.model), group.tp, range(group.tp // hosts)
+            return plan_model(card, tp, options, model=name, topology=topology, placement=placement, here=here)
 
-        plan = plan_with_remedy(card, options, planner)
+        plan = plan_with_remedy(card, group.options, planner)
         return plan if other is None else without_cores(plan)
 
-    plans = tuple(planned(part) for part in (divide_placement(whole, division.dp) if division.dp > 1 else [whole]))
+    parts = divide_placement(whole, [group.tp // hosts for group in groups])
+    plans = tuple(planned(group, part) for group, part in zip(groups, parts, strict=True))
     rungs = rung_texts() if other is None else []
     if len(plans) == 1:
         report, page, refusal = as_json(plans[0]), render(plans[0]), plans[0].refusal()
     else:
-        replicas = ReplicaPlans(plans, division.reason)
-        report, page, refusal = replicas_as_json(replicas), render_replicas(replicas), replicas.refusal()
+        replicas = ReplicaPlans(plans, division.reason, GROUPS if args.prefill_nodes else ())
+        page = render_groups(replicas) if replicas.names else render_replicas(replicas)
+        report, refusal = replicas_as_json(replicas), replicas.refusal()
     if described is not None:
         speed = _prediction(args, described, card, options, division.tp, whole)
         report, page = report | {"prediction": as_json_prediction(speed)}, f"{page}\n\n{render_prediction(speed)}"
@@ -139,6 +146,29 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join([page, *([""] if rungs else []), *(f"Kernels: {text}." for text in rungs)]))
     return 0 if refusal is None else 1
+
+
+@dataclass(frozen=True)
+class _Group:
+    """`tp` ranks that hold the whole model together."""
+
+    tp: int
+    options: model.ModelOptions
+
+
+def _prefill_and_decode(
+    args: argparse.Namespace, card: ModelCard, tp: int, options: model.ModelOptions
+) -> list[_Group]:
+    """Return the two groups of --prefill-nodes, of `tp` ranks together. Raises LaunchError, and EngineError for a model
+    that has none."""
+    from tilerank.runtime.rank.whole_pages import check_whole_pages
+
+    if args.machine is not None:
+        raise LaunchError("--machine predicts the speed of one group of ranks: expected no --prefill-nodes with it")
+    prefill, decode = prefill_ranks.group_sizes(args, tp)
+    specs = sharded_models(card, 1, options)[0].cache_specs()
+    check_whole_pages("--prefill-nodes", args.model, card, specs)
+    return [_Group(prefill, replace(options, gives_pages=True)), _Group(decode, options)]
 
 
 def _other_machine(args: argparse.Namespace, described: Machine | None) -> Topology | None:

@@ -28,7 +28,7 @@ from ..options.arguments import whole_number
 from ..processes.process import ProcessSpec
 from ..processes.status import StatusPipe
 from ..processes.supervisor import END_S, WatchedConditions, supervise
-from ..ranks import ranks_table, start
+from ..ranks import prefill_ranks, ranks_table, start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import identify
 from ..ranks.start import HostRanks
@@ -53,6 +53,7 @@ MAX_RESTARTS = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     http_options.add_arguments(parser)
     engine.add_arguments(parser)
+    prefill_ranks.add_arguments(parser)
     other_servers.add_arguments(parser, other_servers.ANSWERS)
     parser.add_argument_group("restarts").add_argument(
         "--max-restarts",
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         args.drain_timeout = TERMINAL_DRAIN_S if sys.stderr is not None and sys.stderr.isatty() else DRAIN_S
         args.argv = [*args.argv, f"--drain-timeout={args.drain_timeout:g}"]
     start.check_arguments(args)
+    prefill_ranks.check_arguments(args)
     job = ServeJob(args)
     identity = identify(os.environ)
     ours = start.ours_to_start(args, identity)
@@ -80,10 +82,14 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"--max-restarts {args.max_restarts} is for ranks of one host that this command starts")
     if not ours:
         engine.refuse_replicas(args, identity)
+        prefill_ranks.refuse_prefill_ranks(args, identity)
         return run_rank(identity, args, job)
     for note in other_servers.notes(args):
         say(note)
-    replicas = engine.own_replicas(args, identity, job.model_bytes)
+    if args.prefill_nodes is None:
+        replicas = engine.own_replicas(args, identity, job.model_bytes)
+    else:
+        replicas = prefill_ranks.two_groups(args, identity)
     if 0 not in replicas[0].here:
         return supervise(replicas[0].specs(), _watch(args), end_s=args.drain_timeout + END_S)
     job.prepare()
@@ -105,7 +111,7 @@ def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostR
     with job.address.listening(), job.listener as listener:
         return ServerSupervisor(
             lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, placed)],
-            [partial(_leading, ranks) for ranks in replicas],
+            {ranks.name or "the group of ranks": partial(_leading, ranks) for ranks in replicas},
             _watch(args),
             max_restarts=max_restarts,
             drain_s=args.drain_timeout,

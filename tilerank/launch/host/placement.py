@@ -8,7 +8,7 @@ Ranks work in lockstep, so the smallest one sets the pace; pinned threads that t
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..errors import LaunchError
 from ..text import count
@@ -77,21 +77,21 @@ def place(topology: Topology, ranks: int, cores: str = "auto", *, own_mask: bool
     return _within_quota(topology, placement)
 
 
-def divide_placement(placement: Placement, replicas: int) -> list[Placement]:
-    """Divide the ranks of one host into `replicas` equal groups of neighbours. Each group counts its ranks from 0.
+def divide_placement(placement: Placement, sizes: Sequence[int]) -> list[Placement]:
+    """Divide the ranks of one host into groups of neighbours of these sizes. Each group counts its ranks from 0.
 
     The notes, which are about the host, stay with the first group.
     """
-    each = len(placement.ranks) // replicas
-    parts = [placement.ranks[i * each : (i + 1) * each] for i in range(replicas)]
+    ends = list(accumulate(sizes))
+    parts = [placement.ranks[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     homes = Counter(node for part in parts for node in {node for rank in part for node in rank.mem_nodes})
-    sharers = max(homes.values(), default=replicas)
+    sharers = max(homes.values(), default=len(sizes))
     return [
         Placement(
             tuple(replace(rank, rank=number) for number, rank in enumerate(part)),
             placement.oversubscribed,
             () if i else placement.notes,
-            replicas,
+            len(sizes),
             sharers,
         )
         for i, part in enumerate(parts)

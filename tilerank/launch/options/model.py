@@ -52,6 +52,7 @@ class ModelOptions:
     tokens of a request (default: the model's). cached_tokens: size of the KV cache (default: what `mem_fraction` of the
     memory leaves room for). mm_cache_bytes: what encoded media may take on each rank, if the model takes any. family:
     the options of its family. speculative: which drafts are made. draft_model: the model that makes them, if one does.
+    gives_pages: whether the ranks give pages of prompts to others, through a memory as large as the cache.
     """
 
     dtype: str = "auto"
@@ -67,6 +68,7 @@ class ModelOptions:
     family: FamilyOptions = field(default_factory=dict)
     speculative: AskedDrafts = "off"
     draft_model: Path | None = None
+    gives_pages: bool = False
 
     def torch_dtype(self, card: ModelCard) -> "torch.dtype":
         """Return the dtype of activations and unquantised weights.

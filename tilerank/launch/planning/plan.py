@@ -66,7 +66,8 @@ def plan_model(
             part.speaker.nbytes() if part.speaker else 0,
             draft.nbytes() if draft else 0,
             weights=part.nbytes() + (draft.nbytes() if draft else 0),
-            cache_per_token=bytes_per_token(part.cache_specs() + (draft.cache_specs() if draft else [])),
+            cache_per_token=bytes_per_token(part.cache_specs() + (draft.cache_specs() if draft else []))
+            * (2 if options.gives_pages else 1),
             window_per_token=bytes_per_window_token(part.cache_specs()),
             state=bytes_per_state(part.cache_specs()),
             media=options.mm_cache_bytes if part.encoder else 0,

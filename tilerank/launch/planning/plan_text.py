@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from tilerank.parallel.shard import Span
@@ -48,7 +49,7 @@ _NODE = (
 def render(plan: Plan) -> str:
     """Return the whole page: how the model is cut, where the ranks run, the memory, and whether it fits."""
     sections = [[_title(plan)], _cuts(plan), _places(plan), _memory(plan), _verdict(plan)]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+    return _page(sections)
 
 
 def _title(plan: Plan) -> str:
@@ -253,34 +254,47 @@ def render_replicas(replicas: ReplicaPlans) -> str:
     first, *_ = plans = replicas.plans
     head = f"{_title(first)} in each of {len(plans)} replicas"
     sections = [[head if replicas.reason is None else f"{head} ({replicas.reason})"], _cuts(first)]
-    for number, plan in enumerate(plans):
-        reason = "" if plan.cache_reason is None else f": {plan.cache_reason}"
-        states = _states(plan, f"{states_text(plan)}.")
-        sections.append(
-            [
-                f"Replica {number}:",
-                *_places(plan),
-                f"{_cache(plan)}{reason}.",
-                *_windows(plan, f"{windows_text(plan)}."),
-                *states,
-                *_media(plan),
-                *_speech(plan),
-                *_drafts(plan),
-            ]
-        )
-    sections += [_shared_memory(replicas), _shared_verdict(replicas)]
-    return "\n\n".join("\n".join(lines) for lines in sections)
+    sections += [[f"Replica {number}:", *_group(plan)] for number, plan in enumerate(plans)]
+    return _page([*sections, _shared_memory(replicas), _shared_verdict(replicas)])
+
+
+def render_groups(groups: ReplicaPlans) -> str:
+    """Return the page for prefill ranks and decode ranks: the cuts and places of each, and the memory of both."""
+    sections = []
+    for name, plan in zip(groups.names, groups.plans, strict=True):
+        sections += [[f"{name.capitalize()}: {_title(plan)}"], _cuts(plan), _group(plan)]
+    half = f"Half of the cache of {groups.names[0]} is the memory through which they give pages to {groups.names[1]}."
+    return _page([*sections, [half], _shared_memory(groups), _shared_verdict(groups)])
+
+
+def _group(plan: Plan) -> list[str]:
+    """Return where the ranks of one of several plans run, and what they keep."""
+    reason = "" if plan.cache_reason is None else f": {plan.cache_reason}"
+    return [
+        *_places(plan),
+        f"{_cache(plan)}{reason}.",
+        *_windows(plan, f"{windows_text(plan)}."),
+        *_states(plan, f"{states_text(plan)}."),
+        *_media(plan),
+        *_speech(plan),
+        *_drafts(plan),
+    ]
+
+
+def _page(sections: Sequence[Sequence[str]]) -> str:
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
 def _shared_memory(replicas: ReplicaPlans) -> list[str]:
     first = replicas.plans[0]
-    rows = [["", "replicas", "weights", "KV cache", *_states(first, "states"), "free", "used"]]
+    whose = "ranks" if replicas.names else "replicas"
+    rows = [["", whose, "weights", "KV cache", *_states(first, "states"), "free", "used"]]
     for index, node in enumerate(first.nodes):
         parts = [(number, plan.nodes[index], plan) for number, plan in enumerate(replicas.plans)]
         rows.append(
             [
                 f"node {node.node}",
-                format_cpulist([number for number, part, _ in parts if part.ranks]),
+                _names(replicas, [number for number, part, _ in parts if part.ranks]),
                 size(sum(part.weights for _, part, _ in parts)),
                 size(sum(part.kv_bytes(plan.cached_tokens, plan.window) for _, part, plan in parts)),
                 *_states(first, size(sum(part.state * plan.states for _, part, plan in parts))),
@@ -289,6 +303,10 @@ def _shared_memory(replicas: ReplicaPlans) -> list[str]:
             ]
         )
     return table(rows)
+
+
+def _names(replicas: ReplicaPlans, numbers: Sequence[int]) -> str:
+    return ", ".join(replicas.names[number] for number in numbers) if replicas.names else format_cpulist(numbers)
 
 
 def _shared_verdict(replicas: ReplicaPlans) -> list[str]:
@@ -320,8 +338,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def replicas_as_json(replicas: ReplicaPlans) -> dict[str, Any]:
-    """Return all replicas' plans and what they need together, ready for JSON."""
-    return {
+    """Return all plans and what they need together, ready for JSON."""
+    names = {"names": replicas.names} if replicas.names else {}
+    return names | {
         "dp": len(replicas.plans),
         "reason": replicas.reason,
         "need": replicas.need,

@@ -243,10 +243,11 @@ class Plan:
 @dataclass(frozen=True)
 class ReplicaPlans:
     """The plans of all replicas of a model on this host, which share its memory. `reason`: why there are this many, if
-    the command line left that open."""
+    the command line left that open. `names`: of prefill ranks and decode ranks; empty for replicas that are alike."""
 
     plans: tuple[Plan, ...]
     reason: str | None = None
+    names: tuple[str, ...] = ()
 
     @property
     def need(self) -> float:
@@ -269,7 +270,8 @@ class ReplicaPlans:
                 return refusal
         if self.need <= self.available:
             return None
+        groups = " and ".join(self.names) or count(len(self.plans), "replica")
         return (
-            f"{self.plans[0].model}: not enough memory for {count(len(self.plans), 'replica')}: "
-            f"{size(self.need)} needed, {size(self.available)} available"
+            f"{self.plans[0].model}: not enough memory for {groups}: {size(self.need)} needed, "
+            f"{size(self.available)} available"
         )

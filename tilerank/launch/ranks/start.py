@@ -234,25 +234,38 @@ def _check_memory(ranks: int) -> None:
 class HostRanks:
     """The ranks `here`, of `size`, that we start on this host ourselves. They can be started several times.
 
-    `replica`: the number of this group, if several groups of ranks run on this host.
+    name: of this group, if several groups of ranks run on this host. shared: descriptors of memory that every rank gets
+    whenever it starts, by the variable with their number.
     """
 
     def __init__(
-        self, args: argparse.Namespace, size: int, here: range, placement: Placement, replica: int | None = None
+        self,
+        args: argparse.Namespace,
+        size: int,
+        here: range,
+        placement: Placement,
+        name: str | None = None,
+        shared: Mapping[str, int] | None = None,
     ) -> None:
         if args.collectives == "mpi":
             raise LaunchError("--collectives mpi needs ranks that mpirun or srun started")
         _check_memory(len(here))
         self.here = here
         self.placement = placement
+        self.name = name
         self._args = args
         self._size = size
-        self._replica = replica
+        self._shared = shared or {}
         self._weights: list[int] = []  # a memory file for each rank
+        self._owned: list[int] = []  # further ones, of all ranks together
 
     def keep_weights(self) -> None:
         """Give each rank a memory file, in which the next process of the rank finds its packed weights."""
         self._weights = [os.memfd_create("tilerank-weights") for _ in self.here]
+
+    def own_memory(self, file: int) -> None:
+        """Count a memory file, which they fill, as theirs when they start again."""
+        self._owned.append(file)
 
     def specs(self, hand_over: Mapping[str, int] | None = None) -> list[ProcessSpec]:
         """Return what starts the ranks once. `hand_over`: descriptors for rank 0, by the variable with their number."""
@@ -269,27 +282,37 @@ class HostRanks:
             "TILERANK_SIZE": str(self._size),
             "TILERANK_LOCAL_SIZE": str(len(self.here)),
             "TILERANK_RENDEZVOUS": where,
-            "TILERANK_HELD": ",".join(str(os.fstat(file).st_blocks * 512) for file in self._weights),
+            "TILERANK_HELD": ",".join(map(str, self._held())),
         }
         return [
             self._spec(local, rank, environment, {} if rank else for_rank_0) for local, rank in enumerate(self.here)
         ]
 
+    def _held(self) -> list[int]:
+        """Return the bytes in the memory files of each rank."""
+        owned = sum(map(_bytes_in, self._owned)) // len(self.here)
+        return [nbytes + owned for nbytes in map(_bytes_in, self._weights)] or [owned] * len(self.here)
+
     def _spec(self, local: int, rank: int, environment: Mapping[str, str], fds: Mapping[str, int]) -> ProcessSpec:
         if self._weights:
             fds = {**fds, "TILERANK_WEIGHTS": os.dup(self._weights[local])}
+        fds = {**fds, **{variable: os.dup(fd) for variable, fd in self._shared.items()}}
         own = {"TILERANK_RANK": rank, "TILERANK_LOCAL_RANK": local, **fds}
-        name = f"rank {rank}" if self._replica is None else f"rank {rank} of replica {self._replica}"
+        name = f"rank {rank}" if self.name is None else f"rank {rank} of {self.name}"
         return ProcessSpec(
             name,
             # -P: the working directory may hold a model, whose files must not be importable.
             [sys.executable, "-P", "-m", "tilerank", *self._args.argv],
             {**environment, **{variable: str(value) for variable, value in own.items()}},
             leads=rank == 0,
-            label=None if rank == 0 and self._replica is None else name,
+            label=None if rank == 0 and self.name is None else name,
             pass_fds=tuple(fds.values()),
             prepare=partial(bind, self.placement.ranks[local], strict=self._args.membind == "strict"),
         )
+
+
+def _bytes_in(file: int) -> int:
+    return os.fstat(file).st_blocks * 512
 
 
 def inherited_placement(env: Mapping[str, str]) -> Placement:
@@ -306,7 +329,7 @@ def weight_files(args: argparse.Namespace) -> "WeightFiles":
 
 
 def held_weights(env: Mapping[str, str]) -> list[int]:
-    """Return the bytes in the memory file of each rank of this host; an empty list without such files."""
+    """Return the bytes in the memory files of each rank of this host."""
     return [int(nbytes) for nbytes in env.get("TILERANK_HELD", "").split(",") if nbytes]
 
 

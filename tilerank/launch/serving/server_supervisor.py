@@ -7,7 +7,7 @@ an HTTP process, the ranks keep their weights, and this process holds the listen
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from tilerank.runtime.server.link.handover import connect
@@ -64,15 +64,15 @@ class ServerSupervisor:
     A part that ends is started again, after a wait if it has ended a short time ago, too: what a client can cause must
     not end the server. One that never was up is not.
 
-    `replicas`: groups of ranks. `max_restarts`: how often in a row a part may fail to start again; with 0 no part is
-    started again. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once, when all are
-    ready.
+    `replicas`: groups of ranks, by their names. `max_restarts`: how often in a row a part may fail to start again; with
+    0 no part is started again. `drain_s`: what the HTTP process takes at most to end in. `on_ready` is called once,
+    when all are ready.
     """
 
     def __init__(
         self,
         http: Specs,
-        replicas: Sequence[Specs],
+        replicas: Mapping[str, Specs],
         watch: WatchedConditions,
         *,
         max_restarts: int,
@@ -87,8 +87,7 @@ class ServerSupervisor:
         self._ending = False
         self._status = 0
         self._http = _Part("the HTTP process", http)
-        names = [f"replica {i}" for i in range(len(replicas))] if len(replicas) > 1 else ["the group of ranks"]
-        self._replicas = [_Part(name, specs) for name, specs in zip(names, replicas, strict=True)]
+        self._replicas = [_Part(name, specs) for name, specs in replicas.items()]
         self._parts = (self._http, *self._replicas)
         self._loop = Loop(self._on_signal)
 

@@ -1,0 +1,50 @@
+"""The plan of prefill ranks and decode ranks, which hold the model once each."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import DEMO
+from planning import config_of
+
+from tilerank.launch.commands import plan as command
+from tilerank.launch.errors import LaunchError
+from tilerank.runtime.protocol.errors import EngineError
+
+
+def planned(*options: object) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args([*map(str, options), "--max-total-tokens", "3200"])) == 0
+
+
+def test_both_groups_hold_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cached token takes twice its bytes on prefill ranks, which have the memory between the groups."""
+    reports: list[dict[str, Any]] = []
+    for options in (("--tp", 3, "--prefill-nodes", 2), ("--tp", 2), ("--tp", 1)):
+        planned(DEMO, *options, "--json")
+        reports.append(json.loads(capsys.readouterr().out))
+    both, two, one = reports
+    prefill, decode = both["replicas"]
+    assert both["names"] == ["prefill ranks", "decode ranks"]
+    assert (prefill["tp"], decode["tp"]) == (2, 1)
+    assert [rank["weights"] for rank in prefill["ranks"]] == [rank["weights"] for rank in two["ranks"]]
+    assert [rank["cache_per_token"] for rank in prefill["ranks"]] == [2 * r["cache_per_token"] for r in two["ranks"]]
+    assert decode["ranks"][0]["cache_per_token"] == one["ranks"][0]["cache_per_token"]
+    assert both["need"] == two["need"] + one["need"] + 3200 * two["cache_per_token"]
+    planned(DEMO, "--tp", 3, "--prefill-nodes", 2)
+    page = capsys.readouterr().out
+    assert f"Prefill ranks: {DEMO}: qwen3, " in page and f"Decode ranks: {DEMO}: qwen3, " in page
+    assert "Half of the cache of prefill ranks is the memory through which they give pages to decode ranks." in page
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    config_of(tmp_path, sliding_window=128, model_type="gemma3_text", head_dim=128)
+    with pytest.raises(EngineError, match=r"--prefill-nodes: .* which keeps a window of the tokens in some layers"):
+        planned(tmp_path, "--tp", 2, "--prefill-nodes", 1)
+    with pytest.raises(LaunchError, match="expected fewer than the 2 ranks of --tp"):
+        planned(DEMO, "--tp", 2, "--prefill-nodes", 2)
+    with pytest.raises(LaunchError, match="is for one replica, found --dp 2"):
+        planned(DEMO, "--tp", 2, "--prefill-nodes", 1, "--dp", 2)

@@ -1,0 +1,97 @@
+"""A server whose ranks compute prompts and answers apart: two prefill ranks give pages to one decode rank."""
+
+import argparse
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import DEMO, await_true
+from serving import PROMPTS, Server, greedy, serving
+
+from tilerank.launch.commands import serve
+from tilerank.launch.errors import LaunchError
+from tilerank.launch.ranks.prefill_ranks import check_arguments
+
+TEXTS = [f"{' '.join(PROMPTS * 4)} {text}" for text in PROMPTS]
+"""Prompts of several pages that begin alike."""
+TOKEN_BYTES = 6 * 2 * 2 * 64 * 4
+"""Of keys and values in fp32: six layers, two heads of 64."""
+
+
+def rank_of(server: Server, group: str) -> int:
+    """Return the pid of rank 0 of a group."""
+    variable = {"prefill": "TILERANK_GIVES=", "decode": "TILERANK_TAKES="}[group]
+    (found,) = (
+        pid
+        for pid in server.running.pids()
+        if "\0TILERANK_RANK=0\0" in (text := Path(f"/proc/{pid}/environ").read_text(errors="replace"))
+        and f"\0{variable}" in text
+    )
+    return found
+
+
+def complete(server: Server, text: str, **fields: Any) -> dict[str, Any]:
+    answer = server.post("/v1/completions", {"prompt": text, "max_tokens": 8, "temperature": 0} | fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["text"])
+
+
+def test_answers_and_faults_of_either_group() -> None:
+    with serving("--tp", 3, "--prefill-nodes", 2) as server:
+        with ThreadPoolExecutor() as pool:
+            texts = list(pool.map(lambda text: text_of(complete(server, text)), TEXTS))
+        assert texts == [greedy(text, 8) for text in TEXTS]
+        # The scores of a prompt are computed where its answer is, so that no page of prefill ranks is used.
+        sampled: dict[str, Any] = {"temperature": 1.0, "seed": 7, "n": 2}
+        apart = complete(server, TEXTS[0] * 2, **sampled)
+        together = complete(server, TEXTS[0] * 2, **sampled, prompt_logprobs=0)
+        assert [choice["text"] for choice in apart["choices"]] == [choice["text"] for choice in together["choices"]]
+        await_true(lambda: server.gauge("transfer_usage_perc") == 0, 60, "slots stay pinned")
+        await_true(lambda: server.gauge("transfer_pages_taken_total") > 4, 60, "pages are not counted")
+        taken, given = (server.gauge(f"transfer_{what}_total") for what in ("pages_taken", "pages_given"))
+        assert given >= taken and server.gauge("transfer_prompts_missed_total") == 0
+        assert server.gauge("transfer_bytes_taken_total") >= taken * TOKEN_BYTES * 32
+
+        os.kill(rank_of(server, "prefill"), signal.SIGKILL)
+        # Decode ranks compute prompts until the others are back.
+        assert text_of(complete(server, "Now " + TEXTS[1])) == greedy("Now " + TEXTS[1], 8)
+        server.running.await_line("the prefill group is ready again")
+        await_true(lambda: "transfer_usage_perc" in server.get("/metrics").text, 60, "it is not connected")
+        assert text_of(complete(server, "Then " + TEXTS[2])) == greedy("Then " + TEXTS[2], 8)
+        await_true(lambda: server.gauge("transfer_pages_taken_total") > taken, 60, "no page is taken")
+        assert server.gauge("engine_restarts_total") == 1
+
+        os.kill(rank_of(server, "decode"), signal.SIGKILL)
+        await_true(lambda: server.get("/health").status_code == 503, 60, "it is not noticed")
+        await_true(lambda: server.get("/health").status_code == 200, 120, "it does not come back")
+        assert text_of(complete(server, TEXTS[0])) == texts[0]
+
+        server.running.process.send_signal(signal.SIGTERM)
+        result = server.running.finish()
+    assert (result.status, result.errors) == (0, [])
+    assert re.search(r"warning: rank 0 of the prefill group \(process \d+\) was killed by SIGKILL", result.err)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--kv-dir", "/kv"), "--prefill-nodes 1: expected no --kv-dir, found /kv"),
+        (("--nnodes", "2"), "--prefill-nodes 1 is for ranks of one host, found --nnodes 2"),
+        (("--draft-model", "/small"), "--prefill-nodes 1: expected no --draft-model, found /small"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: tuple[str, ...], sentence: str) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    with pytest.raises(LaunchError) as error:
+        check_arguments(parser.parse_args([str(DEMO), "--tp", "2", "--prefill-nodes", "1", *options]))
+    assert str(error.value) == sentence

@@ -1,0 +1,93 @@
+"""Ranks that compute prompts apart from those that generate: `--prefill-nodes`. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..errors import LaunchError
+from ..host.placement import divide_placement
+from ..host.topology import read_topology
+from ..options.arguments import whole_number
+from ..text import count
+from . import start
+from .rendezvous import Identity
+from .start import HostRanks
+
+if TYPE_CHECKING:
+    from tilerank.runtime.rank.transfer_memory import Transfer
+
+PREFILL, DECODE = "the prefill group", "the decode group"
+_GIVES, _TAKES = "TILERANK_GIVES", "TILERANK_TAKES"
+"""In the environment of a prefill rank, and of a decode rank: the memory file through which pages go."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("prefill ranks").add_argument(
+        "--prefill-nodes",
+        type=whole_number(1),
+        metavar="N",
+        help="N of the --tp ranks compute prompts, and the others take the cached keys and values from them and "
+        "generate, so that neither waits for the other; each group holds the whole model (default: all ranks do both)",
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise LaunchError for options that do not go with --prefill-nodes."""
+    if args.prefill_nodes is None:
+        return
+    option = f"--prefill-nodes {args.prefill_nodes}"
+    if args.kv_dir is not None:
+        raise LaunchError(f"{option}: expected no --kv-dir, found {args.kv_dir}")
+    if args.nnodes > 1:
+        raise LaunchError(f"{option} is for ranks of one host, found --nnodes {args.nnodes}")
+    if args.draft_model is not None:
+        raise LaunchError(f"{option}: expected no --draft-model, found {args.draft_model}")
+
+
+def refuse_prefill_ranks(args: argparse.Namespace, identity: Identity) -> None:
+    """Raise LaunchError for --prefill-nodes where this command does not start all ranks itself."""
+    if args.prefill_nodes is not None and identity.launcher != "tilerank":
+        raise LaunchError(f"--prefill-nodes {args.prefill_nodes} is for ranks of one host that this command starts")
+
+
+def group_sizes(args: argparse.Namespace, ranks: int) -> tuple[int, int]:
+    """Return how many of so many ranks compute prompts, and how many generate. Raises LaunchError if none does."""
+    if args.dp != 1:
+        raise LaunchError(f"--prefill-nodes {args.prefill_nodes} is for one replica, found --dp {args.dp or 'auto'}")
+    if args.prefill_nodes >= ranks:
+        found = count(ranks, "rank")
+        raise LaunchError(
+            f"--prefill-nodes {args.prefill_nodes}: expected fewer than the {found} of --tp, so that one generates"
+        )
+    return args.prefill_nodes, ranks - args.prefill_nodes
+
+
+def two_groups(args: argparse.Namespace, identity: Identity) -> list[HostRanks]:
+    """Return the prefill ranks and the decode ranks, which this command starts. Raises LaunchError."""
+    machine = read_topology()
+    size, _ = start.host_ranks(args, start.own_topology(args, identity, machine))
+    prefill, decode = group_sizes(args, size)
+    whole = start.own_placement(args, identity, machine, size)
+    first, second = divide_placement(whole, [prefill, decode])
+    memory = os.memfd_create("tilerank-pages")  # this process holds it while ranks start again
+    giving = HostRanks(args, prefill, range(prefill), first, PREFILL, {_GIVES: memory})
+    giving.own_memory(memory)
+    return [giving, HostRanks(args, decode, range(decode), second, DECODE, {_TAKES: memory})]
+
+
+def transfer_of(env: Mapping[str, str]) -> Transfer | None:
+    """Return the part of this rank in a server with prefill ranks; None if all ranks do both."""
+    from tilerank.runtime.rank.transfer_memory import Transfer
+
+    for variable, gives in ((_GIVES, True), (_TAKES, False)):
+        if variable in env:
+            return Transfer(int(env[variable]), gives)
+    return None
+
+
+def gives_pages(env: Mapping[str, str]) -> bool:
+    """Return whether this rank is a prefill rank."""
+    return _GIVES in env
