@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tilerank.launch import log_limit, log_writer
-from tilerank.launch.serving.server_supervisor import FIRST_WAIT_S, LONGEST_WAIT_S
+from tilerank.launch.serving.restarts import FIRST_WAIT_S, LONGEST_WAIT_S
 from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 from tilerank.runtime.server.apis.responses import store
 from tilerank.runtime.server.chat.generation import MAX_CHOICES

@@ -211,8 +211,8 @@ def test_ranks_that_served_come_back_however_often(tmp_path: Path) -> None:
             weights.write_bytes(weights.read_bytes()[:-4096])
         os.kill(pid_of(server, "TILERANK_RANK", "1"), signal.SIGKILL)
         result = server.running.finish()
-    assert re.search(r"; the group of ranks is started again in 2 s$", result.err, re.M), result.err
-    assert "is started again in 4 s (failed to start 1 of 1 times)" in result.err
+    restarts = re.findall(r"; the group of ranks is started again(?: in \d+ s)?( \(.*\))?$", result.err, re.M)
+    assert restarts == ["", "", "", " (failed to start 1 of 1 times)"], result.err
     (error,) = result.errors
     assert error.endswith("; the group of ranks failed to start 2 times in a row, more than --max-restarts allows")
     assert result.status == 1

@@ -18,11 +18,7 @@ from ..processes.event_loop import Loop, Timer
 from ..processes.process import ProcessSpec
 from ..processes.status import Phase
 from ..processes.supervisor import END_S, TERMINATE_S, ProcessGroup, WatchedConditions
-
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-"""Before a part that has ended twice is started again. The wait doubles each time."""
-HEALTHY_S = 60.0
-"""A part that was up for so long is started again at once."""
+from .restarts import RestartWaits
 
 Specs = Callable[[int], Sequence[ProcessSpec]]
 """Returns the processes of a part of the server. Its leader receives connections over the descriptor given."""
@@ -40,7 +36,7 @@ class _Part:
         self.ready = False  # it can work, and so can the part that it needs
         self.was_up = self.was_ready = False  # once
         self.failed_starts = 0  # since it was up
-        self.wait_s = 0.0  # before the next start
+        self.waits = RestartWaits()
         self.restart: Timer | None = None
 
     @property
@@ -165,8 +161,6 @@ class ServerSupervisor:
         """Start a part again whose processes have ended, or could not be started, for the reason in `sentence`."""
         if part.up_since is None:
             part.failed_starts += 1
-        elif time.monotonic() - part.up_since >= HEALTHY_S:
-            part.wait_s = 0.0
         if not part.was_up or not self._max_restarts:
             self._end_after_failure(sentence, status)
             return
@@ -174,11 +168,11 @@ class ServerSupervisor:
             more = f"; {part.name} failed to start {part.failed_starts} times in a row, more than --max-restarts allows"
             self._end_after_failure(sentence + more, status)
             return
-        when = f" in {part.wait_s:g} s" if part.wait_s else ""
+        wait_s = part.waits.after(None if part.up_since is None else time.monotonic() - part.up_since)
+        when = f" in {wait_s:g} s" if wait_s else ""
         count = f" (failed to start {part.failed_starts} of {self._max_restarts} times)" if part.failed_starts else ""
         say(f"tilerank: warning: {sentence}; {part.name} is started again{when}{count}")
-        part.restart = self._loop.after(part.wait_s, partial(self._start_again, part))
-        part.wait_s = min(max(2 * part.wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
+        part.restart = self._loop.after(wait_s, partial(self._start_again, part))
 
     def _start_again(self, part: _Part) -> None:
         part.restart = None
