@@ -153,6 +153,24 @@ def test_sandbox_that_refuses_affinity() -> None:
     assert found["notes"] == [note]
 
 
+def test_without_group_files_the_kernel_is_asked() -> None:
+    """The mask of the process does not count, and stays as it is."""
+    found = child("""
+        from tilerank.launch.host import cgroup, topology
+        allowed = topology.read_topology().allowed_cpus
+        topology.read_limits = lambda root: cgroup.CgroupLimits()
+        os.sched_setaffinity(0, allowed[-1:])
+        asked, mask = topology.read_topology().limits.cpus, sorted(os.sched_getaffinity(0))
+        refuse(203)  # sched_setaffinity
+        refused = topology.read_topology()
+        everything = refused.limits.cpus is None and refused.allowed_cpus == refused.online
+        answer(allowed=allowed, asked=asked, mask=mask, everything=everything)
+    """)
+    assert found["asked"] == found["allowed"]
+    assert found["mask"] == found["allowed"][-1:]
+    assert found["everything"]
+
+
 @needs_two
 def test_v1_cpuset() -> None:
     """The cpuset is read, and a placement that contradicts it is reported."""

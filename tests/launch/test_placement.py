@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.host.cgroup import CgroupLimits
-from tilerank.launch.host.placement import Placement, auto_ranks, place
+from tilerank.launch.host.placement import Placement, auto_ranks, cpus_beside, place
 from tilerank.launch.host.topology import Core, Node, Topology, read_topology
 
 EXPECTED = "expected lists like 0-39|43-82, auto or none"
@@ -212,6 +212,22 @@ def test_bad_core_lists(ranks: int, cores: str, sentence: str) -> None:
     assert str(error.value) == sentence
 
 
+def test_one_rank_per_node_of_isolated_cores() -> None:
+    """A container that has the isolated cores, and no others."""
+    machine = Machine([(0, 4), (1, 4)], isolated="2-5")
+    machine.cgroup = {"sys/fs/cgroup/cpuset.cpus.effective": "2-5"}
+    topology = topology_of(machine)
+    assert auto_ranks(topology) == 2
+    assert [rank.cores for rank in place(topology, 2).ranks] == [(2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize(("cores", "beside"), [("auto", {*range(7)}), ("0-3", {4, 5, 6}), ("none", {*range(7)})])
+def test_where_the_http_process_runs(cores: str, beside: set[int]) -> None:
+    """Never on CPU 7, which is isolated."""
+    topology = topology_of(Machine([(0, 8)], isolated="7"))
+    assert cpus_beside(topology, place(topology, 1, cores).ranks) == beside
+
+
 def test_no_ranks() -> None:
     with pytest.raises(LaunchError, match="at least one rank is needed, found 0"):
         place(topology_of(sockets(1, 2)), 0)
@@ -233,6 +249,12 @@ def test_none_keeps_the_mask_of_a_foreign_launcher() -> None:
     assert place(topology, 4, "none", own_mask=True).ranks[3].threads == 4
     assert place(topology, 2, "none").ranks[0].threads == 2  # taskset around the whole job
     assert place(topology_of(sockets(2, 8)), 4, "none", own_mask=True).ranks[3].threads == 4  # nothing was narrowed
+
+
+def test_none_shares_all_but_the_isolated_cores() -> None:
+    """The kernel leaves isolated CPUs out of every mask, which is no mask of a rank's own."""
+    topology = topology_of(Machine([(0, 8)], isolated="6-7", affinity="0-5"))
+    assert place(topology, 3, "none", own_mask=True).ranks[0].threads == 2
 
 
 @st.composite
@@ -284,7 +306,7 @@ def test_every_rank_has_cores_of_its_own(topology: Topology, ranks: int) -> None
     if not placement.oversubscribed:
         assert len(set(used)) == len(used)
         assert quota is None or workers <= quota
-    usable = topology.usable_cores() or topology.usable_cores(isolated=True)
+    usable = topology.usable_cores()
     if ranks <= len(usable) and quota is None:
         assert not placement.oversubscribed
         assert len(used) == len(usable)  # none is left out

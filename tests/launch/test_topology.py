@@ -67,6 +67,12 @@ def test_offline_siblings(tmp_path: Path) -> None:
     assert [core.threads for core in topology.cores] == [(1,), (2, 6), (4,)]  # cores 1, 2, 0; core 3 is gone
 
 
+def test_cpus_that_may_be_plugged_in_are_not_offline(tmp_path: Path) -> None:
+    root = Machine([(0, 4)], offline=frozenset({3})).write(tmp_path)
+    (root / "sys/devices/system/cpu/offline").write_text("3-63\n")
+    assert read_topology(root).offline == (3,)
+
+
 def test_node_without_cpus_or_memory(tmp_path: Path) -> None:
     machine = Machine([(0, 8), (1, 8), (0, 0)], memory={1: 0, 2: 128 * GIB}, remote={(0, 2): 14, (1, 2): 24})
     topology = read_topology(machine.write(tmp_path))
@@ -91,7 +97,6 @@ def test_isolated_cores_are_left_alone(tmp_path: Path) -> None:
     topology = read_topology(Machine([(0, 8)], isolated="3", affinity="0-2,4-7").write(tmp_path))
     assert 3 in topology.allowed_cpus
     assert [core.threads[0] for core in topology.usable_cores()] == [0, 1, 2, 4, 5, 6, 7]
-    assert len(topology.usable_cores(isolated=True)) == 8
 
 
 def test_cpuset_not_affinity(tmp_path: Path) -> None:

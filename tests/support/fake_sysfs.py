@@ -45,6 +45,7 @@ class Machine:
         online = [cpu for cpu in every if cpu not in self.offline]
         system = "sys/devices/system"
         _put(root, f"{system}/cpu/online", format_cpulist(online))
+        _put(root, f"{system}/cpu/present", format_cpulist(every))
         _put(root, f"{system}/cpu/offline", format_cpulist(self.offline) if self.offline else "")
         _put(root, f"{system}/cpu/isolated", self.isolated)
         _put(root, f"{system}/node/online", format_cpulist(nodes))

@@ -250,10 +250,7 @@ def measure_peaks(topology: Topology, cores: Sequence[int] | None = None) -> dic
 
 def bench_cores(topology: Topology) -> list[int]:
     """Return one hardware thread of each core that this process may use."""
-    allowed = set(topology.allowed_cpus)
-    return [
-        next(cpu for cpu in core.threads if cpu in allowed) for core in topology.cores if allowed & set(core.threads)
-    ]
+    return [core.threads[0] for core in topology.usable_cores()]
 
 
 def peaks_of(cores: Sequence[int]) -> Peaks:

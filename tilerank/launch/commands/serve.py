@@ -21,6 +21,7 @@ from tilerank.runtime.server.link.handover import connect, connections
 
 from ..errors import LaunchError
 from ..host import cgroup
+from ..host.placement import cpus_beside
 from ..host.topology import read_topology
 from ..logs import say, use_format
 from ..options import other_servers
@@ -110,7 +111,7 @@ def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostR
     placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
     with job.address.listening(), job.listener as listener:
         return ServerSupervisor(
-            lambda control: [_http_process(args.argv, os.dup(listener.fileno()), control, placed)],
+            lambda control: [_http_process(args, os.dup(listener.fileno()), control, placed)],
             {ranks.name or "the group of ranks": partial(_leading, ranks) for ranks in replicas},
             _watch(args),
             max_restarts=max_restarts,
@@ -157,7 +158,7 @@ class ServeJob(engine.EngineJob):
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)
         else:
-            with self.address.listening(), _own_http(self._args.argv, self.listener, placement) as control:
+            with self.address.listening(), _own_http(self._args, self.listener, placement) as control:
                 self.say_ready()
                 serve_connections(engine, connections(control), self._ranks)
 
@@ -167,11 +168,11 @@ class ServeJob(engine.EngineJob):
 
 
 @contextlib.contextmanager
-def _own_http(argv: list[str], listener: socket.socket, placement: Placement) -> Iterator[socket.socket]:
+def _own_http(args: argparse.Namespace, listener: socket.socket, placement: Placement) -> Iterator[socket.socket]:
     """Start an HTTP process and yield the socket over which its connection comes. The process ends with the context."""
     to_http, http_control = socket.socketpair()
     to_engine, control = socket.socketpair()
-    spec = _http_process(argv, listener.detach(), http_control.detach(), placement.ranks)
+    spec = _http_process(args, listener.detach(), http_control.detach(), placement.ranks)
     http = subprocess.Popen(
         spec.command, env=spec.env, stdin=subprocess.DEVNULL, pass_fds=spec.pass_fds, preexec_fn=spec.prepare
     )
@@ -191,18 +192,16 @@ def _own_http(argv: list[str], listener: socket.socket, placement: Placement) ->
             http.wait()
 
 
-def _http_process(argv: Sequence[str], listener: int, control: int, ranks: Sequence[RankPlacement]) -> ProcessSpec:
-    allowed = set(read_topology().allowed_cpus)
-    taken = {core for rank in ranks for core in rank.affinity}
+def _http_process(args: argparse.Namespace, listener: int, control: int, ranks: Sequence[RankPlacement]) -> ProcessSpec:
+    cpus = cpus_beside(start.own_topology(args, identify(os.environ), read_topology()), ranks)
 
     def settle() -> None:
-        # Beside the ranks where there is room: a core that ranks spin on is late to answer.
-        os.sched_setaffinity(0, allowed - taken or allowed)
+        os.sched_setaffinity(0, cpus)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     return ProcessSpec(
         "the HTTP process",
-        [sys.executable, "-P", "-m", "tilerank", *argv],
+        [sys.executable, "-P", "-m", "tilerank", *args.argv],
         os.environ | {HTTP_FDS: f"{listener},{control}"},
         pass_fds=(listener, control),
         prepare=settle,

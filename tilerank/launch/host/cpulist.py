@@ -56,3 +56,9 @@ def read_int(path: Path) -> int | None:
     """Return the decimal number in a file; None if the file is missing or holds no number ("max")."""
     text = read_text(path)
     return int(text) if text and text.lstrip("-").isdigit() else None
+
+
+def read_fields(path: Path) -> dict[str, str]:
+    """Return the lines "Name: value" of a file, such as /proc/PID/status; none if the file is missing."""
+    lines = (line.partition(":") for line in (read_text(path) or "").splitlines())
+    return {name: value.strip() for name, _, value in lines}

@@ -98,11 +98,19 @@ def divide_placement(placement: Placement, sizes: Sequence[int]) -> list[Placeme
     ]
 
 
+def cpus_beside(topology: Topology, ranks: Sequence[RankPlacement]) -> set[int]:
+    """Return the CPUs for processes that serve the ranks: beside them where there is room, since a core that ranks spin
+    on is late to answer."""
+    taken = {cpu for rank in ranks for cpu in rank.affinity}
+    return topology.usable_cpus - taken or topology.usable_cpus
+
+
 def _unbound(topology: Topology, ranks: int, own_mask: bool) -> Placement:
     allowed = set(topology.allowed_cpus)
     mask = set(topology.inherited_cpus) & allowed or allowed
     available = sum(1 for core in topology.cores if mask & set(core.threads))
-    sharers = 1 if own_mask and mask != allowed else ranks  # MPICH and torchrun give the whole mask to every rank
+    # MPICH and torchrun give the whole mask to every rank.
+    sharers = 1 if own_mask and mask != topology.usable_cpus else ranks
     threads = max(1, available // sharers)
     reason = f"not bound: {count(threads, 'thread')} on CPUs {format_cpulist(mask)}"
     one = RankPlacement(0, (), (), (), threads, pinned=False, reason=reason)
@@ -110,7 +118,7 @@ def _unbound(topology: Topology, ranks: int, own_mask: bool) -> Placement:
 
 
 def _auto(topology: Topology, ranks: int) -> Placement:
-    usable = topology.usable_cores() or topology.usable_cores(isolated=True)
+    usable = topology.usable_cores()
     if ranks > len(usable):
         return _shared(topology, ranks, usable)
     domains: dict[int, list[Core]] = {}  # by memory node, so that a node without memory joins its nearest one

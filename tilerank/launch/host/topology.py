@@ -2,16 +2,20 @@
 
 Read from sysfs and proc below a given root, with the standard library alone. The allowed part is the cpuset of the
 control group and not the affinity mask: mpirun binds to one core by default, and a process may widen its own mask
-again.
+again. In a container that does not show its control group, the kernel is asked how far.
 """
 
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import LaunchError
 from .cgroup import CgroupLimits, read_limits
-from .cpulist import format_cpulist, parse_cpulist, read_cpulist, read_int, read_text
+from .cpulist import format_cpulist, parse_cpulist, read_cpulist, read_fields, read_int, read_text
+
+_MAX_CPUS = 8192  # the most that x86 Linux can be built with
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,10 @@ class Topology:
     nodes: tuple[Node, ...]
     cores: tuple[Core, ...]  # online, ordered by package, node, first thread
     offline: tuple[int, ...]
-    isolated: tuple[int, ...]  # isolcpus=: not used unless requested
+    isolated: tuple[int, ...]  # isolcpus=: not used unless requested, or nothing else is allowed
     allowed_cpus: tuple[int, ...]  # online and in the cgroup's cpuset
     allowed_mems: tuple[int, ...]  # nodes with memory that the cpuset lets us use
-    inherited_cpus: tuple[int, ...]  # the affinity mask this process was started with
+    inherited_cpus: tuple[int, ...]  # online and in the affinity mask this process was started with
     limits: CgroupLimits
 
     @property
@@ -69,12 +73,17 @@ class Topology:
         distances = self.node(node_id).distances
         return min(self.allowed_mems, key=lambda m: (m != node_id, distances.get(m, 255), m))
 
-    def usable_cores(self, *, isolated: bool = False) -> tuple[Core, ...]:
-        """Return the cores reduced to their allowed threads; isolated ones only on request."""
-        allowed = set(self.allowed_cpus) - (set() if isolated else set(self.isolated))
-        found = []
+    @property
+    def usable_cpus(self) -> set[int]:
+        """Return the allowed CPUs, without the isolated ones unless all are."""
+        allowed = set(self.allowed_cpus)
+        return allowed - set(self.isolated) or allowed
+
+    def usable_cores(self) -> tuple[Core, ...]:
+        """Return the cores with usable CPUs, reduced to these."""
+        usable, found = self.usable_cpus, []
         for core in self.cores:
-            threads = tuple(cpu for cpu in core.threads if cpu in allowed)
+            threads = tuple(cpu for cpu in core.threads if cpu in usable)
             if threads:
                 found.append(Core(threads, core.node, core.package))
         return tuple(found)
@@ -83,11 +92,13 @@ class Topology:
 def read_topology(root: Path = Path("/")) -> Topology:
     """Read the machine below `root`. LaunchError if no CPU or no memory node may be used."""
     system = root / "sys/devices/system"
-    status = _status(root)
+    status = read_fields(root / "proc/self/status")
     inherited = parse_cpulist(status.get("Cpus_allowed_list", ""))
     online = read_cpulist(system / "cpu/online") or inherited
     nodes = _nodes(root, system, online)
     limits = read_limits(root)
+    if limits.cpus is None and root == Path("/"):
+        limits = replace(limits, cpus=_widest_mask())
     allowed = _restrict(online, limits.cpus)
     if not allowed:
         raise LaunchError(f"no usable CPU: online are {format_cpulist(online)}, the cpuset has {_text(limits.cpus)}")
@@ -97,21 +108,35 @@ def read_topology(root: Path = Path("/")) -> Topology:
     if not mems:
         found = f"memory is on nodes {format_cpulist(with_memory)}, the cpuset has {_text(limits.mems)}"
         raise LaunchError(f"no usable memory node: {found}")
+    # The kernel lists CPUs that may be plugged in later as offline, too.
+    offline = read_cpulist(system / "cpu/offline") or ()
     return Topology(
         nodes=nodes,
         cores=_cores(system, online, nodes),
-        offline=read_cpulist(system / "cpu/offline") or (),
+        offline=_restrict(offline, read_cpulist(system / "cpu/present")),
         isolated=read_cpulist(system / "cpu/isolated") or (),
         allowed_cpus=allowed,
         allowed_mems=mems,
-        inherited_cpus=inherited or online,
+        inherited_cpus=_restrict(inherited, online) or online,
         limits=limits,
     )
 
 
-def _status(root: Path) -> dict[str, str]:
-    lines = (read_text(root / "proc/self/status") or "").splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+def _widest_mask() -> tuple[int, ...] | None:
+    """Return the CPUs that the kernel lets this process use, None if it refuses to change masks.
+
+    A thread widens its own mask and ends, so that the mask of the process stays as it is.
+    """
+
+    def widen() -> tuple[int, ...] | None:
+        try:
+            os.sched_setaffinity(0, range(_MAX_CPUS))
+        except PermissionError:
+            return None
+        return tuple(sorted(os.sched_getaffinity(0)))
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(widen).result()
 
 
 def _restrict(ids: Iterable[int], to: tuple[int, ...] | None) -> tuple[int, ...]:

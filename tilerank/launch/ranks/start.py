@@ -154,7 +154,7 @@ def own_placement(args: argparse.Namespace, identity: Identity, machine: Topolog
 
 def _own_mask(args: argparse.Namespace, machine: Topology) -> tuple[int, ...]:
     """Return the CPUs that this command is confined to, or none if it is not confined or an option overrides that."""
-    usual = set(machine.allowed_cpus) - set(machine.isolated)
+    usual = machine.usable_cpus
     mask = usual & set(machine.inherited_cpus)
     asked = args.cores != "auto" or args.bind == "none"
     return () if asked or mask == usual else tuple(sorted(mask))
@@ -163,7 +163,7 @@ def _own_mask(args: argparse.Namespace, machine: Topology) -> tuple[int, ...]:
 def foreign_placement(args: argparse.Namespace, topology: Topology, identity: Identity) -> Placement:
     """Return the placement of this host's ranks under torchrun, mpirun or srun. Every rank computes the same."""
     unbound = args.bind != "auto" or args.cores == "none"
-    narrowed = set(topology.inherited_cpus) < set(topology.allowed_cpus)
+    narrowed = set(topology.inherited_cpus) < topology.usable_cpus
     return place(topology, identity.local_size, "none" if unbound else args.cores, own_mask=narrowed)
 
 
@@ -221,7 +221,7 @@ def watched_conditions(args: argparse.Namespace) -> WatchedConditions:
 def _check_memory(ranks: int) -> None:
     """Raise LaunchError if the bare processes, without weights and cache, need more memory than this host has."""
     topology = read_topology()
-    free = sum(node.memory_free for node in topology.nodes)
+    free = sum(topology.node(node).memory_free for node in topology.allowed_mems)
     available = topology.limits.memory_available
     available = free if available is None else min(free, available)
     if ranks * RANK_OVERHEAD > available:
