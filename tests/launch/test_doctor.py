@@ -53,7 +53,7 @@ def test_report_of_an_snc_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         "node 5          42 cores (CPUs 214-254,470-511), 64.0 GiB, 32.0 GiB free, distances 21 21 21 12 12 10" in text
     )
     assert "memory limit 512.0 GiB, 2.0 GiB used" in text
-    assert "offline         CPUs 255\nisolated        CPUs 5\n" in text
+    assert "note            CPUs 255 are offline and left out\nnote            CPUs 5 are isolated" in text
     assert json.loads(json.dumps(report)) == report
 
 

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.host.cgroup import CgroupLimits
+from tilerank.launch.host.neighbours import neighbour_notes, pinned_by_others
 from tilerank.launch.host.placement import Placement, auto_ranks, cpus_beside, place
 from tilerank.launch.host.topology import Core, Node, Topology, read_topology
 
 EXPECTED = "expected lists like 0-39|43-82, auto or none"
+
+
+def helpers(cpus: str) -> str:
+    return f"one hyper-thread of each core computes; CPUs {cpus} are left to sockets and other helper threads"
 
 
 def topology_of(machine: Machine) -> Topology:
@@ -174,7 +179,7 @@ def test_listed_cores() -> None:
     assert placement.ranks[1].affinity == (*range(43, 83), 299, 300)
     assert mems(placement) == [(0,), (1,)]
     assert placement.ranks[0].reason == "40 cores listed by --cores"
-    assert placement.notes == ()
+    assert placement.notes == (helpers("299-300"),)
 
 
 def test_listed_isolated_cores_are_used() -> None:
@@ -212,6 +217,52 @@ def test_bad_core_lists(ranks: int, cores: str, sentence: str) -> None:
     assert str(error.value) == sentence
 
 
+FAR_MEMORY = (
+    "no rank has cores on memory node 1: memory there is taken only when that of the ranks' own nodes is full "
+    "(with --membind strict: never)"
+)
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpus", "mems", "notes"),
+    [
+        (sockets(2, 4), "0-7", "0-1", []),
+        (sockets(2, 4), "0-3", "0", ["the cpuset allows CPUs 0-3 of 0-7 and memory nodes 0 of 0-1"]),
+        (sockets(2, 4), "0-3", "0-1", ["the cpuset allows CPUs 0-3 of 0-7", FAR_MEMORY]),
+        (Machine([(0, 4), (0, 0)]), "0-3", "0-1", [FAR_MEMORY]),
+        (Machine([(0, 4)], threads=2), "0-7", "0", [helpers("4-7")]),
+        (
+            Machine([(0, 4)], threads=2, offline=frozenset({3, 7, 6})),
+            "0-2,4-5",
+            "0",
+            ["CPUs 3,6-7 are offline and left out", helpers("4-5")],
+        ),
+        (
+            Machine([(0, 4)], threads=2),
+            "0-1,4",
+            "0",
+            [
+                "the cpuset allows CPUs 0-1,4 of 0-7",
+                "CPUs 5 are not allowed here, but are hyper-threads of cores that are used: "
+                "what others run there slows the ranks",
+                helpers("4"),
+            ],
+        ),
+        (
+            Machine([(0, 4)], isolated="2-3"),
+            "0-3",
+            "0",
+            ["CPUs 2-3 are isolated (isolcpus=) and left out unless --cores names them"],
+        ),
+        (Machine([(0, 4)], isolated="2-3"), "2-3", "0", ["the cpuset allows CPUs 2-3 of 0-3"]),
+    ],
+)
+def test_what_is_left_out(machine: Machine, cpus: str, mems: str, notes: list[str]) -> None:
+    group = {"cpuset.cpus.effective": cpus, "cpuset.mems.effective": mems}
+    machine.cgroup = {f"sys/fs/cgroup/{name}": value for name, value in group.items()}
+    assert list(place(topology_of(machine), 1).notes) == notes
+
+
 def test_one_rank_per_node_of_isolated_cores() -> None:
     """A container that has the isolated cores, and no others."""
     machine = Machine([(0, 4), (1, 4)], isolated="2-5")
@@ -226,6 +277,31 @@ def test_where_the_http_process_runs(cores: str, beside: set[int]) -> None:
     """Never on CPU 7, which is isolated."""
     topology = topology_of(Machine([(0, 8)], isolated="7"))
     assert cpus_beside(topology, place(topology, 1, cores).ranks) == beside
+
+
+def test_another_server_on_the_same_cores(tmp_path: Path) -> None:
+    """Its workers are pinned to CPUs 1 and 2, where CPUs 5 and 6 are on the same cores. Nothing else is a worker."""
+    root = sockets(1, 4, threads=2).write(tmp_path)
+    for pid, command, masks in (
+        (100, "/bin/python -P -m tilerank serve model", ["1", "0-7", "2"]),
+        (200, "/bin/python -m other serve tilerank", ["3"]),
+        (300, "", ["0"]),
+        (400, "/bin/python /bin/tilerank serve model", ["0-7"]),
+    ):
+        for thread, mask in enumerate(masks):
+            task = root / f"proc/{pid}/task/{pid + thread}"
+            task.mkdir(parents=True)
+            (task / "status").write_text(f"Name:\tpython\nCpus_allowed_list:\t{mask}\n")
+        (root / f"proc/{pid}/cmdline").write_text("".join(word + "\0" for word in command.split()))
+    pinned, topology = pinned_by_others(root), read_topology(root)
+    assert pinned == {100: {1, 2}}
+    for cores, cpus in (("auto", "1-2"), ("0-1", "1"), ("5", "1"), ("0,3", None), ("none", None)):
+        found = neighbour_notes(topology, place(topology, 1, cores), pinned)
+        sentence = (
+            f"threads of another tilerank (processes 100) are pinned to CPUs {cpus}, whose cores these ranks use, too: "
+            "each slows the other; --cores or a cpuset keeps them apart"
+        )
+        assert found == (() if cpus is None else (sentence,)), cores
 
 
 def test_no_ranks() -> None:

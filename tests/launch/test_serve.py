@@ -3,9 +3,11 @@
 The expected text comes from transformers.
 """
 
+import argparse
 import asyncio
 import http.client
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,10 @@ import openai
 import pytest
 from command import DEMO, await_true, endless_copy, run
 from serving import PROMPTS, Server, greedy, log_likelihoods, serving, tokenizer
+
+from tilerank.launch.commands import plan
+from tilerank.launch.host.neighbours import pinned_by_others
+from tilerank.launch.host.topology import read_topology
 
 
 @pytest.fixture(scope="module")
@@ -332,3 +338,18 @@ def test_a_port_that_is_taken(server: Server) -> None:
     assert result.errors == [
         f"tilerank: error: --host 127.0.0.1 --port {server.port} cannot be listened on: Address already in use"
     ]
+
+
+@pytest.mark.skipif(len(read_topology().usable_cores()) < 2, reason="ranks that share a core are not pinned")
+def test_another_server_would_share_its_cores(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    pids = [server.running.rank_pid(rank) for rank in range(2)]
+    pinned = pinned_by_others()
+    for pid in pids:
+        assert pid is not None
+        assert os.sched_getaffinity(pid) <= pinned[pid], "the main thread is the first worker"
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    assert plan.run(parser.parse_args([str(DEMO), "--tp", "2", "--max-total-tokens", "64"])) == 0
+    named = re.search(r"Note: threads of another tilerank \(processes ([\d, ]+)\) are pinned", capsys.readouterr().out)
+    assert named is not None
+    assert set(map(str, pids)) <= set(named[1].split(", "))

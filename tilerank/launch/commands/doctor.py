@@ -21,6 +21,7 @@ from ..errors import LaunchError
 from ..host.binding import huge_pages, memory_policy_refusal
 from ..host.cpulist import format_cpulist, read_int
 from ..host.kept_rates import rung_texts
+from ..host.neighbours import neighbour_notes, pinned_by_others
 from ..host.placement import auto_ranks, place
 from ..host.topology import Topology, read_topology
 from ..text import count
@@ -144,6 +145,7 @@ def _machine(topology: Topology, root: Path) -> dict[str, Any]:
         "memory_policy_refusal": memory_policy_refusal(),
         "huge_pages": dataclasses.asdict(huge_pages(root)),
         "auto_placement": [rank.reason for rank in placement.ranks],
+        "notes": [*placement.notes, *neighbour_notes(topology, placement, pinned_by_others(root))],
     }
 
 
@@ -299,9 +301,6 @@ def _machine_text(report: dict[str, Any]) -> list[str]:
         lines.append(
             _line(f"node {node['id']}", f"{cpus}, {memory}, distances {' '.join(map(str, node['distances']))}")
         )
-    for name in ("offline", "isolated"):
-        if report[f"{name}_cpus"] != "none":
-            lines.append(_line(name, f"CPUs {report[f'{name}_cpus']}"))
     quota = "no CPU quota" if limits["cpu_quota"] is None else f"CPU quota {limits['cpu_quota']:g}"
     memory = "no memory limit"
     if limits["memory_limit"] is not None:
@@ -319,7 +318,8 @@ def _machine_text(report: dict[str, Any]) -> list[str]:
         _line("huge pages", f"transparent: {huge['transparent'] or 'unknown'}, {reserved}"),
         _line("--tp auto", count(len(report["auto_placement"]), "rank")),
     ]
-    return lines + [_line(f"  rank {rank}", reason) for rank, reason in enumerate(report["auto_placement"])]
+    lines += [_line(f"  rank {rank}", reason) for rank, reason in enumerate(report["auto_placement"])]
+    return lines + [_line("note", note) for note in report["notes"]]
 
 
 def _findings_text(findings: list[Finding]) -> list[str]:

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from ..errors import LaunchError
 from ..text import count
 from .cpulist import format_cpulist, parse_cpulist
+from .left_out import left_out
 from .topology import Core, Topology
 
 
@@ -74,7 +75,8 @@ def place(topology: Topology, ranks: int, cores: str = "auto", *, own_mask: bool
         placement = _auto(topology, ranks)
     else:
         placement = _listed(topology, ranks, cores)
-    return _within_quota(topology, placement)
+    placement = _within_quota(topology, placement)
+    return replace(placement, notes=(*placement.notes, *_helper_notes(placement)))
 
 
 def divide_placement(placement: Placement, sizes: Sequence[int]) -> list[Placement]:
@@ -128,7 +130,7 @@ def _auto(topology: Topology, ranks: int) -> Placement:
     if groups is None or 2 * min(len(g) for g in groups) < len(usable) // ranks:
         groups = _even([core for domain in domains.values() for core in domain], ranks)
     placed = [_rank(topology, r, group, _describe(usable, group)) for r, group in enumerate(groups)]
-    return Placement(tuple(placed), oversubscribed=False)
+    return Placement(tuple(placed), oversubscribed=False, notes=tuple(left_out(topology)))
 
 
 def _whole_nodes(nodes: Sequence[Sequence[Core]], ranks: int) -> list[Sequence[Core]] | None:
@@ -156,7 +158,7 @@ def _shared(topology: Topology, ranks: int, usable: Sequence[Core]) -> Placement
         reason = f"shares the {count(len(group), 'core')} of node {node} with other ranks"
         placed.append(replace(_rank(topology, r, group, reason), threads=1, pinned=False))
     note = f"{ranks} ranks share {count(len(usable), 'core')}: waits sleep instead of spinning, and speed is lost"
-    return Placement(tuple(placed), oversubscribed=True, notes=(note,))
+    return Placement(tuple(placed), oversubscribed=True, notes=(*left_out(topology), note))
 
 
 def _rank(topology: Topology, rank: int, group: Sequence[Core], reason: str) -> RankPlacement:
@@ -247,3 +249,12 @@ def _within_quota(topology: Topology, placement: Placement) -> Placement:
     threads = sum(rank.threads for rank in ranks)
     note = f"the CPU quota allows {quota:g} CPUs at a time: {count(threads, 'thread')} on this host instead of {wanted}"
     return Placement(ranks, placement.oversubscribed or threads > quota, (*placement.notes, note))
+
+
+def _helper_notes(placement: Placement) -> tuple[str, ...]:
+    """Return a sentence about hyper-threads of the ranks' cores on which no worker runs, if there are any."""
+    helpers = {cpu for rank in placement.ranks if rank.pinned for cpu in set(rank.affinity) - set(rank.cores)}
+    if not helpers:
+        return ()
+    left = format_cpulist(helpers)
+    return (f"one hyper-thread of each core computes; CPUs {left} are left to sockets and other helper threads",)

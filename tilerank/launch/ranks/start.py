@@ -16,6 +16,7 @@ from ..errors import LaunchError
 from ..host import cgroup
 from ..host.binding import bind
 from ..host.cpulist import format_cpulist
+from ..host.neighbours import neighbour_notes, pinned_by_others
 from ..host.placement import Placement, auto_ranks, place
 from ..host.topology import Topology, read_topology
 from ..options.arguments import seconds, whole_number
@@ -137,19 +138,24 @@ def own_topology(args: argparse.Namespace, identity: Identity, machine: Topology
 
 
 def own_placement(args: argparse.Namespace, identity: Identity, machine: Topology, ranks: int) -> Placement:
-    """Place `ranks` ranks that we start ourselves on this host. A note is added if they get less than all of
-    `machine`."""
+    """Place `ranks` ranks that we start ourselves on this host. Notes say if they get less than all of `machine`, or
+    share cores with another server."""
     topology = own_topology(args, identity, machine)
     placement = place(topology, ranks, "none" if args.bind == "none" else args.cores)
+    beside = neighbour_notes(topology, placement, pinned_by_others())
+    notes = (*_mask_notes(args, identity, machine), *placement.notes, *beside)
+    return dataclasses.replace(placement, notes=notes)
+
+
+def _mask_notes(args: argparse.Namespace, identity: Identity, machine: Topology) -> list[str]:
+    """Return a sentence if this command was started on a part of `machine`."""
     mask = _own_mask(args, machine)
     if not mask:
-        return placement
+        return []
     found = f"this command was started on CPUs {format_cpulist(mask)} of {format_cpulist(machine.allowed_cpus)}"
-    if topology is machine:
-        note = f"{found} by {identity.launcher}; its ranks use all of them (--bind inherit keeps the binding)"
-    else:
-        note = f"{found}; its ranks use only these"
-    return dataclasses.replace(placement, notes=(note, *placement.notes))
+    if own_topology(args, identity, machine) is machine:
+        return [f"{found} by {identity.launcher}; its ranks use all of them (--bind inherit keeps the binding)"]
+    return [f"{found}; its ranks use only these"]
 
 
 def _own_mask(args: argparse.Namespace, machine: Topology) -> tuple[int, ...]:
