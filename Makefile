@@ -49,7 +49,7 @@ MINUTES ?= 30
 soak: environment
 	PYTHONPATH=tests/support $(BIN)/python tests/soak.py $(MINUTES)
 
-# test-numa: binding and page placement on six NUMA nodes, in a virtual machine that qemu emulates in software
+# test-numa: binding and page placement on several NUMA nodes and in cpusets, in virtual machines that qemu emulates
 test-numa: environment
 	TILERANK_REQUIRE_NUMA=1 $(BIN)/pytest -m numa
 

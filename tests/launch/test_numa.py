@@ -1,6 +1,6 @@
 """Topology, placement, binding and the location of pages on several NUMA nodes of a virtual machine.
 
-`make test-numa` runs it. The results come from the kernel of the virtual machine: a program that the bound process
+`make test-numa` runs it. The results come from the kernels of virtual machines: a program that the bound process
 starts reads affinity and policy back, and pages are counted by move_pages and by /proc/self/numa_maps.
 """
 
@@ -36,13 +36,13 @@ def qemu_machine(
     return arguments
 
 
-def boot(directory: Path, machine: list[str], append: str = "") -> dict[str, Any]:
+def boot(directory: Path, machine: list[str], checks: str, append: str = "") -> dict[str, Any]:
     missing = image.missing()
     if missing:
         if os.environ.get("TILERANK_REQUIRE_NUMA") == "1":
             pytest.fail(missing)
         pytest.skip(missing)
-    return image.boot(directory, machine, append=append)
+    return image.boot(directory, machine, checks, append=append)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +50,18 @@ def snc3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two packages divided by SNC3 into nodes of 2, 2 and 1 cores."""
     cpus = dict(enumerate(["0-1", "2-3", "4", "5-6", "7-8", "9"]))
     distances = {(a, b): 12 if a // 3 == b // 3 else 21 for a in cpus for b in cpus if a < b}
-    return boot(tmp_path_factory.mktemp("snc3"), qemu_machine("10,sockets=2,cores=5,threads=1", cpus, None, distances))
+    machine = qemu_machine("10,sockets=2,cores=5,threads=1", cpus, None, distances)
+    return boot(tmp_path_factory.mktemp("snc3"), machine, "on_snc3.py")
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Three packages of 2 cores with hyper-threads, one of them without memory; a memory-only node; CPU 3 isolated."""
-    cpus = {0: "0-3", 1: "4-7", 2: "8-11", 3: None}
+    """Three packages of 2 cores with hyper-threads, one of them without memory; a memory-only node; CPU 3 isolated. A
+    fourth package, CPUs 12 to 15, may be plugged in."""
+    cpus = {0: "0-3", 1: "4-7", 2: "8-15", 3: None}
     distances = {(0, 1): 21, (0, 2): 31, (1, 2): 22, (0, 3): 14, (1, 3): 24, (2, 3): 33}
-    machine = qemu_machine("12,sockets=3,cores=2,threads=2", cpus, 2, distances)
-    return boot(tmp_path_factory.mktemp("mixed"), machine, append="isolcpus=3")
+    machine = qemu_machine("12,maxcpus=16,sockets=4,cores=2,threads=2", cpus, 2, distances)
+    return boot(tmp_path_factory.mktemp("mixed"), machine, "on_mixed.py", append="isolcpus=3")
 
 
 def cores_of(seen: dict[str, Any]) -> list[tuple[int, int, list[int]]]:
@@ -96,7 +98,7 @@ def test_snc3_binding(snc3: dict[str, Any]) -> None:
             "pages": pages,
             "numa_maps": pages,
             "local_share": 1.0,
-            "executed": {"policy": f"prefer:{node}", "cpus": text},
+            "executed": {"policy": f"prefer:{node}", "cpus": text, "mems": "0-5"},
         }
 
 
@@ -136,7 +138,8 @@ def test_snc3_control_group(snc3: dict[str, Any]) -> None:
     assert (group["limits"]["cpu_quota"], group["limits"]["memory_limit"]) == (1.5, 100 << 20)
     reason = "2 cores of node 0; memory on node 1, the nearest that is allowed"
     assert snc3["group"]["rank"]["reason"] == reason
-    assert (snc3["group_rank"]["policy"], snc3["group_rank"]["pages"]) == ("preferred", {"1": PAGES})
+    (rank,) = snc3["group_server"]["ranks"]
+    assert (rank["policy"], rank["pages"], rank["executed"]["mems"]) == ("preferred", {"1": PAGES}, "1")
     assert snc3["group_outside"] == {"error": "rank 5 cannot run on CPUs 9: Invalid argument"}
 
 
@@ -172,8 +175,98 @@ def test_mixed_binding(mixed: dict[str, Any]) -> None:
     assert (second["cpus"], second["pages"]) == (list(range(4, 12)), {"1": PAGES})
 
 
-def test_mixed_offline_sibling(mixed: dict[str, Any]) -> None:
-    topology = mixed["offline"]["topology"]
-    assert topology["offline"] == [11]
-    assert cores_of(mixed["offline"])[-1] == (2, 2, [10])
-    assert 11 not in mixed["offline"]["rank"]["affinity"]
+FAR_MEMORY = (
+    "no rank has cores on memory node 3: memory there is taken only when that of the ranks' own nodes is full "
+    "(with --membind strict: never)"
+)
+ISOLATED = "CPUs 3 are isolated (isolcpus=) and left out unless --cores names them"
+
+
+def helpers(cpus: str) -> str:
+    return f"one hyper-thread of each core computes; CPUs {cpus} are left to sockets and other helper threads"
+
+
+def cpuset(cpus: str) -> str:
+    return f"the cpuset allows CPUs {cpus} of 0-11 and memory nodes 1 of 0-1,3"
+
+
+def kernel_of(server: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return Cpus_allowed_list, Mems_allowed_list and the memory policy of a program that each rank starts."""
+    executed = [rank["executed"] for rank in server["ranks"]]
+    return [(program["cpus"], program["mems"], program["policy"]) for program in executed]
+
+
+def pages_of(server: dict[str, Any]) -> list[dict[str, int]]:
+    assert all(rank["numa_maps"] == rank["pages"] for rank in server["ranks"])
+    return [rank["pages"] for rank in server["ranks"]]
+
+
+def test_mixed_notes(mixed: dict[str, Any]) -> None:
+    assert mixed["notes"] == [ISOLATED, FAR_MEMORY, helpers("1,5,7,9,11")]
+
+
+def test_mixed_memory_without_cores(mixed: dict[str, Any]) -> None:
+    """What node 0 cannot hold goes to the memory beside it, not to the next package."""
+    assert set(mixed["fill"]["pages"]) == {"0", "3"}
+
+
+def test_mixed_exclusive_cpuset(mixed: dict[str, Any]) -> None:
+    """Ranks inside have the cores and the memory of the cpuset, and ranks outside have none of them."""
+    found = mixed["exclusive"]
+    assert found["partition"] == "root"
+    assert kernel_of(found["inside"]) == [("4-5", "1", "prefer:1"), ("6-7", "1", "prefer:1")]
+    assert pages_of(found["inside"]) == [{"1": PAGES}] * 2
+    assert found["inside"]["notes"] == [cpuset("4-7"), helpers("5,7")]
+    assert [cpus for cpus, _, _ in kernel_of(found["outside"])] == ["0-2,8-11"]
+    outside = "the cpuset allows CPUs 0-3,8-11 of 0-11"
+    assert found["outside"]["notes"] == [outside, ISOLATED, FAR_MEMORY, helpers("1,9,11")]
+
+
+def test_mixed_two_cpusets_on_one_package(mixed: dict[str, Any]) -> None:
+    first, second = mixed["side_by_side"]
+    assert (kernel_of(first), pages_of(first)) == ([("4-5", "1", "prefer:1")], [{"1": PAGES}])
+    assert (kernel_of(second), pages_of(second)) == ([("6-7", "1", "prefer:1")], [{"1": PAGES}])
+    assert first["notes"] == [cpuset("4-5"), helpers("5")]
+
+
+def test_mixed_two_cpusets_that_divide_cores(mixed: dict[str, Any]) -> None:
+    """As the static CPU manager of Kubernetes assigns hyper-threads, unless full-pcpus-only is set."""
+    first, second = mixed["halves"]
+    slows = "are not allowed here, but are hyper-threads of cores that are used: what others run there slows the ranks"
+    assert (kernel_of(first), first["notes"]) == (
+        [("4,6", "1", "prefer:1")],
+        [cpuset("4,6"), f"CPUs 5,7 {slows}"],
+    )
+    assert (kernel_of(second), second["notes"]) == (
+        [("5,7", "1", "prefer:1")],
+        [cpuset("5,7"), f"CPUs 4,6 {slows}"],
+    )
+
+
+def test_mixed_two_servers_without_cpusets(mixed: dict[str, Any]) -> None:
+    """The second one says that the first has the same cores; with --cores, both have their own."""
+    found = mixed["beside_another"]
+    assert found["pinned"] == {str(found["pid"]): [4, 6]}
+    assert found["notes"] == [
+        f"threads of another tilerank (processes {found['pid']}) are pinned to CPUs 4,6, whose cores these ranks use, "
+        "too: each slows the other; --cores or a cpuset keeps them apart"
+    ]
+    assert found["apart"]["notes"] == []
+    assert kernel_of(found["apart"]) == [("0,2", "0-1,3", "prefer:0")]
+    assert found["apart"]["http"] == [1, *range(4, 12)]  # neither on the ranks nor on isolated CPU 3
+
+
+def test_mixed_container_without_group_files(mixed: dict[str, Any]) -> None:
+    assert mixed["without_group_files"] == mixed["side_by_side"][0]
+
+
+def test_mixed_offline_cores(mixed: dict[str, Any]) -> None:
+    """A core with one hyper-thread offline still computes. CPUs that may be plugged in are not called offline."""
+    assert mixed["topology"]["offline"] == []
+    found = mixed["offline"]
+    assert found["topology"]["offline"] == [4, 10, 11]
+    assert cores_of(found)[2:] == [(1, 1, [5]), (1, 1, [6, 7]), (2, 2, [8, 9])]
+    assert [rank["cpus"] for rank in found["ranks"]] == [[0, 1, 2], [5, 6, 7, 8, 9]]
+    assert [(cpus, policy) for cpus, _, policy in kernel_of(found)] == [("0-2", "prefer:0"), ("5-9", "prefer:1")]
+    assert pages_of(found) == [{"0": PAGES}, {"1": PAGES}]
+    assert found["notes"] == ["CPUs 4,10-11 are offline and left out", ISOLATED, FAR_MEMORY, helpers("1,7,9")]

@@ -1,9 +1,10 @@
-"""Runs inside the virtual machine: does what a launcher does, and prints the resulting state of the kernel as JSON.
+"""Checks for virtual machines: they do what a launcher does, and return the resulting state of the kernel as JSON.
 
-Nothing is judged here; the test on the host does that (tests/launch/test_numa.py). Every check runs in a separate
-process.
+Nothing is judged here; the test on the host does that (tests/launch/test_numa.py). on_*.py choose the checks of each
+machine; every check runs in a separate process.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -11,16 +12,14 @@ import mmap
 import os
 import re
 import subprocess
-import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tilerank.launch.commands import doctor
 from tilerank.launch.errors import LaunchError
 from tilerank.launch.host.binding import bind, local_share, memory_policy_refusal, page_nodes
-from tilerank.launch.host.cgroup import oom_kills
 from tilerank.launch.host.placement import RankPlacement, auto_ranks, place
 from tilerank.launch.host.topology import read_topology
 
@@ -76,7 +75,7 @@ def bound_rank(rank: RankPlacement) -> dict[str, Any]:
     binding = bind(rank)
     memory = Memory(4 * MIB)
     maps = subprocess.check_output(["busybox", "head", "-n1", "/proc/self/numa_maps"], text=True)
-    status = subprocess.check_output(["busybox", "grep", "Cpus_allowed_list", "/proc/self/status"], text=True)
+    status = subprocess.check_output(["busybox", "grep", "allowed_list", "/proc/self/status"], text=True).split()
     return {
         "cpus": sorted(os.sched_getaffinity(0)),
         "policy": binding.policy,
@@ -84,24 +83,8 @@ def bound_rank(rank: RankPlacement) -> dict[str, Any]:
         "pages": memory.pages(),
         "numa_maps": numa_maps(memory.address),
         "local_share": local_share(memory.address, memory.size, rank.mem_nodes),
-        "executed": {"policy": maps.split()[1], "cpus": status.split()[1]},
+        "executed": {"policy": maps.split()[1], "cpus": status[1], "mems": status[3]},
     }
-
-
-def worker_pages(rank: RankPlacement) -> list[Any]:
-    """Return [core, pages by node] of every worker. Each is pinned to its core and touches its own part."""
-    bind(rank)
-    found: list[Any] = []
-
-    def work(core: int) -> None:
-        os.sched_setaffinity(0, {core})
-        found.append([core, Memory(MIB).pages()])
-
-    for core in rank.pool_cores or ():
-        thread = threading.Thread(target=work, args=(core,))
-        thread.start()
-        thread.join()
-    return found
 
 
 def fill_node(node: int, size: int, strict: bool) -> dict[str, Any]:
@@ -110,20 +93,43 @@ def fill_node(node: int, size: int, strict: bool) -> dict[str, Any]:
     return {"pages": Memory(size, populate=True).pages()}
 
 
-def in_group(settings: dict[str, str], check: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a check in a new version 2 control group."""
-    group = CGROUP / "job"
-    group.mkdir(exist_ok=True)
-    for name, value in settings.items():
-        (group / name).write_text(value)
+@contextlib.contextmanager
+def group(name: str, settings: Mapping[str, str]) -> Iterator[Path]:
+    """Make a version 2 control group for the time of the context."""
+    (CGROUP / "cgroup.subtree_control").write_text("+cpuset +cpu +memory")
+    directory = CGROUP / name
+    directory.mkdir()
+    for setting, value in settings.items():
+        (directory / setting).write_text(value)
+    yield directory
+    directory.rmdir()
 
-    def joined() -> Any:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+def inside(directory: Path, check: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a check in a process of a control group."""
+
+    def join() -> Any:
+        (directory / "cgroup.procs").write_text(str(os.getpid()))
         return check(*arguments)
 
-    result = in_child(joined)
-    group.rmdir()
-    return result
+    return in_child(join)
+
+
+def in_group(settings: Mapping[str, str], check: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a check in a process of a new control group."""
+    with group("job", settings) as directory:
+        return inside(directory, check, *arguments)
+
+
+@contextlib.contextmanager
+def offline(*cpus: int) -> Iterator[None]:
+    """Take CPUs offline for the time of the context."""
+    switches = [Path(f"/sys/devices/system/cpu/cpu{cpu}/online") for cpu in cpus]
+    for switch in switches:
+        switch.write_text("0")
+    yield
+    for switch in switches:
+        switch.write_text("1")
 
 
 def seen() -> dict[str, Any]:
@@ -132,8 +138,11 @@ def seen() -> dict[str, Any]:
     return {"topology": dataclasses.asdict(topology), "rank": dataclasses.asdict(place(topology, 1).ranks[0])}
 
 
-def bound_in_group() -> dict[str, Any]:
-    return bound_rank(place(read_topology(), 1).ranks[0])
+def server(ranks: int, cores: str = "auto") -> dict[str, Any]:
+    """Place and bind ranks in this process's part of the machine; return the sentences about it, and what the kernel
+    says of each rank."""
+    placement = place(read_topology(), ranks, cores)
+    return {"notes": placement.notes, "ranks": [in_child(bound_rank, rank) for rank in placement.ranks]}
 
 
 def placements() -> dict[int, Any]:
@@ -142,50 +151,21 @@ def placements() -> dict[int, Any]:
     return {n: [[rank.cores, rank.mem_nodes] for rank in place(topology, n).ranks] for n in (1, 2, 3, 4, 6, 20)}
 
 
-def started_by_mpirun(rank: RankPlacement) -> dict[str, Any]:
-    """Narrow the mask to CPU 0, as mpirun does; the rank then widens it again."""
-    os.sched_setaffinity(0, {0})
+def basics() -> dict[str, Any]:
+    """Return what is read of the machine, how ranks are placed, and what the kernel says of one rank for each node."""
     topology = read_topology()
-    return {
-        "inherited": topology.inherited_cpus,
-        "allowed": topology.allowed_cpus,
-        "cpus": bind(place(topology, auto_ranks(topology)).ranks[rank.rank]).cpus,
-    }
-
-
-def main() -> None:
-    topology = read_topology()
-    ranks = place(topology, auto_ranks(topology)).ranks
-    fullest = min((node for node in topology.nodes if node.memory_total), key=lambda node: node.memory_free)
-    answer: dict[str, Any] = {
-        **seen(),
-        "auto": len(ranks),
-        "findings": [f.what for f in doctor.machine_findings(topology, Path("/"), memory_policy_refusal())],
-        "placements": placements(),
-    }
+    found = doctor.machine_findings(topology, Path("/"), memory_policy_refusal())
     Path("/proc/sys/kernel/numa_balancing").write_text("0")  # pages must stay where the checks put them
-    answer["ranks"] = [in_child(bound_rank, rank) for rank in ranks]
-    answer["first_touch"] = [in_child(bound_rank, dataclasses.replace(rank, mem_nodes=())) for rank in ranks]
-    answer["workers"] = in_child(worker_pages, place(topology, 1).ranks[0])
-    answer["mpirun"] = in_child(started_by_mpirun, ranks[-1])
+    auto = auto_ranks(topology)
+    return {
+        **seen(),
+        "auto": auto,
+        "findings": [finding.what for finding in found],
+        "placements": placements(),
+        **server(auto),
+    }
 
-    size = fullest.memory_total * 5 // 4
-    kills = oom_kills()
-    answer["fill"] = {"node": fullest.id, "preferred": in_child(fill_node, fullest.id, size, False)}
-    answer["fill"]["preferred_kills"] = oom_kills() - kills
-    answer["fill"]["strict"] = in_child(fill_node, fullest.id, size, True)
-    answer["fill"]["strict_kills"] = oom_kills() - kills
 
-    (CGROUP / "cgroup.subtree_control").write_text("+cpuset +cpu +memory")
-    limits = {"cpuset.cpus": "0-1", "cpuset.mems": "1", "cpu.max": "150000 100000", "memory.max": str(100 * MIB)}
-    answer["group"] = in_group(limits, seen)
-    answer["group_rank"] = in_group({"cpuset.cpus": "0-1", "cpuset.mems": "1"}, bound_in_group)
-    answer["group_outside"] = in_group({"cpuset.cpus": "0-1", "cpuset.mems": "1"}, bound_rank, ranks[-1])
-
-    last = topology.online[-1]
-    Path(f"/sys/devices/system/cpu/cpu{last}/online").write_text("0")
-    answer["offline"] = in_child(seen)
+def say(answer: Mapping[str, Any]) -> None:
+    """Print the answer for the test on the host."""
     print("ANSWER " + json.dumps(answer))
-
-
-main()

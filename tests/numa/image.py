@@ -1,7 +1,7 @@
 """Boots this Python and the launch package in a virtual machine with several NUMA nodes, and returns its output.
 
 No distribution is installed in it. The initial RAM disk holds busybox, the Python that runs the tests at the same path
-as here, the libraries of both, and `checks.py`. The kernel comes from Debian's package, without installing it. Software
+as here, the libraries of both, and this folder. The kernel comes from Debian's package, without installing it. Software
 emulation (TCG) is enough, because nothing here measures time, and it works in any container.
 """
 
@@ -39,8 +39,10 @@ def missing() -> str | None:
     return None
 
 
-def boot(directory: Path, machine: Sequence[str], *, append: str = "", timeout: int = 300) -> dict[str, Any]:
-    """Boot with qemu's arguments `machine`; return the object that `checks.py` printed.
+def boot(
+    directory: Path, machine: Sequence[str], checks: str, *, append: str = "", timeout: int = 300
+) -> dict[str, Any]:
+    """Boot with qemu's arguments `machine`; return the object that the file `checks` of this folder printed.
 
     RuntimeError with the end of the console if the checks did not finish.
     """
@@ -48,7 +50,7 @@ def boot(directory: Path, machine: Sequence[str], *, append: str = "", timeout: 
     command = [
         *("qemu-system-x86_64", "-accel", "tcg,thread=multi", "-nodefaults", "-no-reboot"),
         *("-display", "none", "-serial", "stdio", "-kernel", str(kernel()), "-initrd", str(initrd)),
-        *("-append", f"console=ttyS0 panic=-1 quiet {append}".strip()),
+        *("-append", f"console=ttyS0 panic=-1 quiet {append} -- {checks}"),
         *machine,
     ]
     try:
@@ -100,7 +102,8 @@ def build(directory: Path) -> Path:
     _copy(root, "/", [python, *modules])
     _copy(root, "/", _libraries([python, busybox, *(path for path in modules if path.suffix == ".so")]))
     _copy(root, "/bin", [busybox])
-    _copy(root, "/", [HERE / "checks.py", HERE / "init"], flat=True)
+    _copy(root, "/", [HERE / "init"], flat=True)
+    _copy(root, "/tests/numa", HERE.glob("*.py"), flat=True)
     package = REPOSITORY / "tilerank"
     errors = ("runtime/protocol", "loader", "parallel", "kernels")  # launch.errors names their exceptions
     for module in [
