@@ -40,7 +40,6 @@ from ..step.cache import (
     bytes_per_token,
     bytes_per_window_token,
     expected_tokens,
-    has_sources,
     has_states,
     num_pages,
     window_of,
@@ -56,6 +55,7 @@ from .drafter import Drafter, HeadDrafter
 from .page_store import PageStore, open_page_files
 from .rank_config import RankConfig, notes_of, with_context_length
 from .registry import build_model, read_supported_card
+from .source_pages import source_pages
 from .speech_rank import SpeechOutputs, SpeechRank
 from .transfer_memory import transfer_memory
 from .whole_pages import check_whole_pages
@@ -115,7 +115,7 @@ class Worker:
         )
         self.states = (config.states or num_states(self.max_total_tokens)) if has_states(specs) else 0
         """Slots for states of sequences; 0 for models without states."""
-        self.source_pages = self._source_pages(config.source_bytes)
+        self.source_pages = source_pages(self._model, group, config.source_bytes)
         """Pages for keys and values of encodings; 0 for models without cross-attention."""
         self.window = min(window_of(specs), self.card.context_length)
         """The window of the layers that have one; 0 if none has."""
@@ -327,15 +327,6 @@ class Worker:
         positions = torch.tensor(source.positions) if source.positions else None
         self._model.store_source(rows, positions, slots, self._caches)
         self._counter.count_encode(time.perf_counter() - began)
-
-    def _source_pages(self, nbytes: int) -> int:
-        """Return how many pages of encodings fit in so many bytes on every rank, at least one for a model with
-        cross-attention. A collective."""
-        specs = self._model.cache_specs()
-        if not has_sources(specs):
-            return 0
-        pages = nbytes // max(bytes_per_source_page(specs), 1) if self._model.encoder else 0
-        return max(1, int(self.team.group.all_gather(torch.tensor([pages])).min()))
 
     def prepare_encode(self, message: rank_messages.Encode | rank_messages.Frames | rank_messages.StopEncode) -> None:
         """Start an encode, add frames to it, or drop it. All ranks call this with the same message."""
