@@ -132,6 +132,8 @@ class GenerateJob:
         if self._plan:
             log_debug_on_rank0(log, "the ranks and their parts:\n%s", render(self._plan))
             log_info_on_rank0(log, cache_text(self._plan))
+            if self._options.gives_pages:
+                log_info_on_rank0(log, "half of it is the memory through which decode ranks take the pages of prompts")
             if self._plan.window_tokens:
                 log_info_on_rank0(log, windows_text(self._plan))
             if self._plan.states:
