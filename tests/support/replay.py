@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from drafting import NoDrafts
+from drafting import Depths, NoDrafts
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -18,7 +18,7 @@ from tilerank.parallel.errors import GroupError
 from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import KVSplit
 from tilerank.runtime.lead.drafting.drafts import Drafting
-from tilerank.runtime.lead.drafting.head_drafts import HeadDrafts
+from tilerank.runtime.lead.drafting.head_drafts import MAX_HEAD_DRAFTS, HeadDrafts
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
@@ -76,7 +76,7 @@ def steps_of(worker: Worker, act: Callable[[Engine], object]) -> list[str]:
         return logits
 
     worker.run = watched  # type: ignore[method-assign]
-    head = worker._drafts
+    head = worker.drafts
     if head is not None:
         choose = head._argmax
 
@@ -105,8 +105,10 @@ def generate(engine: Engine) -> list[tuple[int, int]]:
     A second round puts other sequences into the rows and pages of the first.
     """
     events = []
-    if engine.worker._drafts is not None:
-        engine.drafting = Drafting(HeadDrafts(engine.worker), engine.scheduler, NoDrafts())
+    if engine.worker.drafts is not None:
+        source = HeadDrafts(engine.worker)
+        source._depth = Depths(MAX_HEAD_DRAFTS)
+        engine.drafting = Drafting(source, engine.scheduler, NoDrafts())
     for seed in range(2):
         draw = torch.Generator().manual_seed(seed)
         requests = []

@@ -1,4 +1,4 @@
-"""The draft heads of checkpoints: what is read of them, what they hold, and which models have none.
+"""The draft heads of checkpoints: what is read of them, what they hold and take, and which models have none.
 
 test_conformance.py compares their logits and drafts with transformers, test_step_graphs.py recorded passes with eager
 ones.
@@ -7,9 +7,12 @@ ones.
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from batching import single_engine
+from drafting import NoDrafts
 from model_configs import write_config
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
@@ -20,8 +23,15 @@ from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.errors import CheckpointError, ConfigError
 from tilerank.loader.weights import load_weights
 from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.lead.drafting.drafts import Drafting
+from tilerank.runtime.lead.drafting.head_drafts import HeadDrafts
+from tilerank.runtime.lead.engine import Request
+from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.rank_messages import Draft
 from tilerank.runtime.protocol.sizes import KEPT_ROWS
 from tilerank.runtime.rank.registry import build_model
+from tilerank.runtime.step.bytes_per_step import bytes_per_draft
 from tilerank.runtime.step.cache import bytes_per_token
 from tilerank.runtime.step.model import Model
 
@@ -102,3 +112,39 @@ def test_the_head_of_deepseek(tmp_path: Path) -> None:
     norms = 5 * 7168 + 1536 + 512
     experts = 257 * 3 * 7168 * 2048 + 256 * 7168 + 256
     assert drafting - plain == attention + norms + experts + 7168 * 14336
+
+
+def test_a_pass_of_the_head_of_deepseek_reads_its_layer_and_the_output_head(tmp_path: Path) -> None:
+    """By hand, in bf16, norms left out: attention, the shared expert, the router, the projection, and 129280 * 7168 of
+    the output head; and 256 experts, of which a token chooses some."""
+    card = replace(read_card(write_config(tmp_path, {}, public_config("deepseek-v3.1"))), draft_head=True)
+    read = bytes_per_draft(build_model(card, Sharding(0, 1, torch.bfloat16, None)))
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    dense = attention + 3 * 7168 * 2048 + 256 * 7168 + 7168 * 14336 + 129280 * 7168
+    assert read.weights == pytest.approx(2 * dense, rel=0.01)
+    assert sum(part.nbytes for part in read.experts) == 2 * 256 * 3 * 7168 * 2048
+    assert read.cached == 576 * 2
+
+
+def test_a_head_rests_where_its_drafts_do_not_pay(tmp_path: Path) -> None:
+    """No draft is checked: after some steps, few have drafts. Prompts are read all the same."""
+    engine = single_engine(
+        make_checkpoint("glm4_moe", tmp_path, **TINY["glm4_moe"]),
+        dtype=torch.float32,
+        max_total_tokens=512,
+        speculative="mtp",
+    )
+    counts = list[int]()
+
+    def counted(message: Draft) -> list[list[int]]:
+        counts.append(max(message.counts))
+        return draft(message)
+
+    draft = engine.worker.draft
+    with mock.patch.object(engine.worker, "draft", counted):
+        engine.drafting = Drafting(HeadDrafts(engine.worker), engine.scheduler, NoDrafts())
+        for seed in range(2):
+            prompt = Prompt([seed + i for i in range(20)])
+            list(engine.generate([Request(prompt, SamplingParams(max_new_tokens=200, ignore_eos=True))]))
+            assert 2 <= len(counts) < 40 and max(counts) > 0
+            counts.clear()

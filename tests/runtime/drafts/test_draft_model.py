@@ -17,7 +17,8 @@ from tests.runtime.drafts.test_drafts import PROMPTS, requests, run, texts
 from tilerank.launch.bench.public import public_config
 from tilerank.loader.errors import ConfigError
 from tilerank.parallel.sharding import Sharding
-from tilerank.runtime.lead.drafting.model_drafts import MAX_MODEL_DRAFTS, DraftDepth
+from tilerank.runtime.lead.drafting.draft_depth import DraftDepth
+from tilerank.runtime.lead.drafting.model_drafts import MAX_MODEL_DRAFTS
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.events import Event
@@ -165,18 +166,18 @@ def depths(depth: DraftDepth, sequences: int, right: int, steps: int) -> list[in
 def test_drafts_are_made_as_long_as_they_pay() -> None:
     """With a cost of 0.1, and 0.03 of a row, by hand: if all first ones are right and 0.4 of those after a right one,
     two yield 2.4 tokens in 1.26 steps, and three 2.56 in 1.39, which is less a second."""
-    assert depths(DraftDepth(0.1), 1, MAX_MODEL_DRAFTS, 30)[-1] == MAX_MODEL_DRAFTS
-    assert depths(DraftDepth(0.1), 16, MAX_MODEL_DRAFTS, 30)[-1] == 4  # 64 in a step
-    depth = DraftDepth(0.1)
+    assert depths(DraftDepth(0.1, MAX_MODEL_DRAFTS), 1, MAX_MODEL_DRAFTS, 30)[-1] == MAX_MODEL_DRAFTS
+    assert depths(DraftDepth(0.1, MAX_MODEL_DRAFTS), 16, MAX_MODEL_DRAFTS, 30)[-1] == 4  # 64 in a step
+    depth = DraftDepth(0.1, MAX_MODEL_DRAFTS)
     for number in range(400):
         depth.learn(1, [1, 1], [1, 1] if number % 5 in (0, 3) else [1, 2])
     assert depth.choose(1) == 2
-    assert DraftDepth(1.0).choose(1) == 0  # as large as the model itself
+    assert DraftDepth(1.0, MAX_MODEL_DRAFTS).choose(1) == 0  # as large as the model itself
 
 
 def test_useless_drafts_are_forgotten_and_tried_again() -> None:
     """For a step in about twenty, with one draft. Batches of other sizes are measured apart."""
-    depth = DraftDepth(0.2)
+    depth = DraftDepth(0.2, MAX_MODEL_DRAFTS)
     found = depths(depth, 1, 0, 400)
     assert found[0] == MAX_MODEL_DRAFTS and found[:20].count(0) > 10
     assert found[100:].count(1) + found[100:].count(0) == 300 and 5 < found[100:].count(1) < 20
@@ -185,7 +186,7 @@ def test_useless_drafts_are_forgotten_and_tried_again() -> None:
 
 
 def test_drafts_that_are_not_checked_are_useless() -> None:
-    depth = DraftDepth(0.2)
+    depth = DraftDepth(0.2, MAX_MODEL_DRAFTS)
     for _ in range(40):
         depth.learn(16, [1, 1, 1], [])
     assert depth.choose(16) == 0
@@ -193,7 +194,7 @@ def test_drafts_that_are_not_checked_are_useless() -> None:
 
 def test_more_drafts_are_tried_where_the_first_are_right() -> None:
     """A draft that takes 0.4 pays if all are right, whatever was measured of other texts."""
-    depth = DraftDepth(0.4)
+    depth = DraftDepth(0.4, MAX_MODEL_DRAFTS)
     for _ in range(40):
         depth.learn(1, [1, 1], [1, 2])
     assert depth.choose(1) == 1

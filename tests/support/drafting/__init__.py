@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tilerank.runtime.lead.drafting.draft_counts import DraftCounts, Proposal
-from tilerank.runtime.lead.drafting.drafts import Drafting, DraftSource
+from tilerank.runtime.lead.drafting.draft_depth import DraftDepth
+from tilerank.runtime.lead.drafting.drafts import MAX_PROPOSED, Drafting, DraftSource
 from tilerank.runtime.lead.drawing import Draw
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.scheduler import Scheduler
@@ -42,6 +43,20 @@ class NoDrafts(DraftCounts):
 
     def choose(self, proposals: abc.Sequence[tuple[Sequence, Proposal]], rows: int) -> list[int]:
         return [0] * len(proposals)
+
+
+class Depths(DraftDepth):
+    """As many tokens as there may be are drafted after `drafting` steps, and none after the next `resting` ones, in
+    turn."""
+
+    def __init__(self, most: int, drafting: int = 1, resting: int = 0) -> None:
+        super().__init__(1.0, most)
+        self._drafting, self._turn, self._steps = drafting, drafting + resting, 0
+
+    def choose(self, sequences: int) -> int:
+        self._steps += 1
+        most = min(self._most, max(MAX_PROPOSED // sequences, 1))
+        return most if self._steps % self._turn < self._drafting else 0
 
 
 class KnownTexts(DraftSource):

@@ -8,10 +8,10 @@ import torch
 from batching import answers, forget
 from torch import Tensor
 
-from drafting import AllDrafts, KnownTexts, mixed
+from drafting import AllDrafts, Depths, KnownTexts, mixed
 from tilerank.runtime.lead.drafting.draft_counts import Proposal
 from tilerank.runtime.lead.drafting.drafts import Drafting
-from tilerank.runtime.lead.drafting.head_drafts import HeadDrafts
+from tilerank.runtime.lead.drafting.head_drafts import MAX_HEAD_DRAFTS, HeadDrafts
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sequence import Sequence
 from tilerank.runtime.protocol.rank_messages import Chunk, Draft, Step
@@ -46,7 +46,7 @@ def drafted(engine: Engine, ids: list[int], rows: int, count: int) -> tuple[Tens
     """Return the logits of the head after each token but the first, and `count` tokens that it drafts after the last,
     for a text in chunks of `rows`. No request may run."""
     worker, number, end = engine.worker, 1 << 40, len(ids) - 1
-    head, found, drafts = worker._drafts, list[Tensor](), list[list[int]]()
+    head, found, drafts = worker.drafts, list[Tensor](), list[list[int]]()
     assert head is not None
     choose, pages = head._argmax, list(range(num_pages(end + count)))
 
@@ -75,6 +75,7 @@ class WatchedHead(HeadDrafts):
 
     def __init__(self, engine: Engine, wanted: dict[str, Tensor], some: list[Request]) -> None:
         super().__init__(engine.worker)
+        self._depth = Depths(MAX_HEAD_DRAFTS)
         ids = [wanted[f"{p}.token_ids"].tolist() for p in range(len(some))]
         self.texts = [text[-request.params.max_new_tokens :] for text, request in zip(ids, some, strict=True)]
         self.right, self.wrong = 0, list[tuple[int, int]]()

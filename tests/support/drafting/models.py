@@ -11,10 +11,10 @@ from batching import DEMO, answers, forget
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafting import AllDrafts, without_drafts
+from drafting import AllDrafts, Depths, without_drafts
 from tilerank.parallel.join import Team
-from tilerank.runtime.lead.drafting.drafts import MAX_PROPOSED, Drafting
-from tilerank.runtime.lead.drafting.model_drafts import MAX_MODEL_DRAFTS, DraftDepth, ModelDrafts
+from tilerank.runtime.lead.drafting.drafts import Drafting
+from tilerank.runtime.lead.drafting.model_drafts import MAX_MODEL_DRAFTS, ModelDrafts
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
@@ -48,23 +48,10 @@ def with_sizes(out: Path, vocab: int, context: int) -> Path:
     return changed(out, {"vocab_size": vocab, "max_position_embeddings": context, "eos_token_id": 0}, change)
 
 
-class Depths(DraftDepth):
-    """Drafts as many tokens as there may be after `drafting` steps, and none after the next `resting` ones, in turn."""
-
-    def __init__(self, drafting: int, resting: int) -> None:
-        super().__init__(1.0)
-        self._drafting, self._turn, self._steps = drafting, drafting + resting, 0
-
-    def choose(self, sequences: int) -> int:
-        self._steps += 1
-        most = min(MAX_MODEL_DRAFTS, MAX_PROPOSED // sequences)
-        return most if self._steps % self._turn < self._drafting else 0
-
-
 def with_draft_model(engine: Engine, drafting: int = 1, resting: int = 0) -> Engine:
     """Let the draft model of an engine draft, and check all of its drafts. Returns it."""
     source = ModelDrafts(engine.worker)
-    source._depth = Depths(drafting, resting)
+    source._depth = Depths(MAX_MODEL_DRAFTS, drafting, resting)
     engine.drafting = Drafting(source, engine.scheduler, AllDrafts())
     return engine
 

@@ -54,7 +54,6 @@ class DraftModel(Drafter):
         self.vocab_size, self.context_length = card.vocab_size, card.context_length
         self.weight_bytes, self.cache_bytes = self._model.nbytes(), bytes_per_token(specs) * tokens
         self.step_bytes = bytes_per_step(self._model)
-        """What a pass reads on this rank."""
         if is_first:
             log.info("%s drafts: rank 0 holds %.1f MB of it", model_dir, self.weight_bytes / 1e6)
 

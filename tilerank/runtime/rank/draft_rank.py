@@ -24,6 +24,7 @@ class DraftRank:
 
     def __init__(self, drafter: Drafter, limits: BatchLimits, graphs: StepGraphs | None) -> None:
         self._drafter, self._graphs = drafter, graphs
+        self.step_bytes = drafter.step_bytes
         self._filler = BatchFiller(drafter.content, BatchLimits(limits.sequences, limits.pages, limits.spare_page))
 
     def begin(self, step: Step) -> None:

@@ -11,6 +11,7 @@ import torch
 from ..protocol.rank_messages import Chunk, Step
 from ..protocol.sizes import KEPT_ROWS
 from ..step.batch import Batch, BatchContent, padded_size
+from ..step.bytes_per_step import BytesPerStep, bytes_per_draft
 from ..step.cache import Cache
 from ..step.model import KeptStates, Model
 from ..step.step_graphs import Forward
@@ -19,10 +20,11 @@ from ..step.step_graphs import Forward
 class Drafter(ABC):
     """Computes logits after the tokens of chunks. All ranks run it with the same chunks.
 
-    content: of its batches.
+    content: of its batches. step_bytes: what a pass reads on this rank.
     """
 
     content: BatchContent
+    step_bytes: BytesPerStep
 
     def begin(self, step: Step) -> None:
         """The model is about to compute a step."""
@@ -40,6 +42,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, model: Model, caches: Sequence[Cache], sequences: int) -> None:
         self.content = replace(model.batch_content(), has_states=False)
+        self.step_bytes = bytes_per_draft(model)
         self._model, self._caches = model, caches
         # Tensors over arrays, as in BatchFiller.
         self._read, self._replaced = (array("q", bytes(8 * padded_size(sequences))) for _ in range(2))

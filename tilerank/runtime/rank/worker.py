@@ -155,9 +155,9 @@ class Worker:
             tokens = (self.pages + 1) * PAGE_TOKENS
             self.draft_model = DraftModel(config.draft_model, self.card.context_length, sharding, config, tokens)
             drafter = self.draft_model
-        self._drafts: DraftRank | None = None
+        self.drafts: DraftRank | None = None
         if drafter is not None:
-            self._drafts = DraftRank(drafter, limits, recorded_steps(group) if self._graphs else None)
+            self.drafts = DraftRank(drafter, limits, recorded_steps(group) if self._graphs else None)
         self.speech: SpeechRank | None = None
         """Computes speech; None if the model does not speak."""
         if self._model.speaker is not None:
@@ -296,8 +296,8 @@ class Worker:
         for source, target in step.state_copies:
             for states in self._states:
                 states.copy(source, target)
-        if self._drafts is not None:
-            self._drafts.begin(step)
+        if self.drafts is not None:
+            self.drafts.begin(step)
         logits = self._forward(separate_drafts(step))
         for chunk in step.chunks:
             self._held[chunk.sequence].state_tokens = chunk.start + len(chunk.token_ids) - chunk.drafts
@@ -309,8 +309,8 @@ class Worker:
     def draft(self, message: rank_messages.Draft) -> list[list[int]]:
         """Return the tokens that each chunk drafts: as many as the message says, or less where the pages of its
         sequence end. All ranks call this with the same message."""
-        assert self._drafts is not None
-        return self._drafts.run(message, self._held)
+        assert self.drafts is not None
+        return self.drafts.run(message, self._held)
 
     def speak(self, step: SpeechStep) -> SpeechOutputs:
         """Compute a step of speech. All ranks call this with the same step."""

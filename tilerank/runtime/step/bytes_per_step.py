@@ -34,6 +34,14 @@ class BytesPerStep:
         return self.weights + experts + cached + 2 * self.state * sequences
 
 
+def bytes_per_draft(model: Model) -> BytesPerStep:
+    """Add up what a pass of the draft head of a model reads, the output head included."""
+    assert model.draft_head is not None
+    of_output_head = model.cost() - model.cost_without_logits()
+    cost = model.draft_head.cost_of_pass() + of_output_head
+    return BytesPerStep(cost.read, cost.experts, bytes_per_token([model.draft_head.cache_spec]))
+
+
 def bytes_per_step(model: Model) -> BytesPerStep:
     """Add up the layers of a model, which need not be allocated."""
     cost = model.cost()

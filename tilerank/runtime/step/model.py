@@ -84,6 +84,10 @@ class DraftHead(Layer):
     def cost_of_caching(self) -> Cost:
         return Cost()
 
+    def cost_of_pass(self) -> Cost:
+        """Return what a pass of it reads and computes, without the output head."""
+        return super().cost()
+
     @abstractmethod
     def keep(self, hidden: Tensor, only: LogitRows | None) -> Tensor:
         """Keep the rows after the model's last norm, [t, hidden], until the next step, in place of those kept before.

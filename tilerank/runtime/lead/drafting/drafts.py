@@ -31,7 +31,12 @@ to proposals of which none was checked."""
 
 
 class DraftSource(ABC):
-    """Proposes tokens that may follow those of sequences."""
+    """Proposes tokens that may follow those of sequences.
+
+    takes_time: whether steps wait for proposals, which are then asked for less often where none is checked.
+    """
+
+    takes_time = True
 
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[Proposal]:
@@ -60,7 +65,7 @@ class Drafting:
         if self._source is None or any(len(chunk.token_ids) != 1 or chunk.logits != 1 for _, chunk in scheduled):
             return scheduled
         self._rows = len(scheduled)
-        if self._rests(len(scheduled)):
+        if self._source.takes_time and self._rests(len(scheduled)):
             return scheduled
         limit = min(MAX_DRAFTS, max(MAX_PROPOSED // len(scheduled), 1))
         most = [min(sequence.max_drafts, limit) for sequence, _ in scheduled]

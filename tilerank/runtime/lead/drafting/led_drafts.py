@@ -8,6 +8,7 @@ from ...rank.worker import Worker
 from ..scheduler import Scheduler
 from ..sequence import Scheduled, Sequence
 from .draft_counts import Proposal
+from .draft_depth import DraftDepth
 from .drafts import DraftSource
 
 Led = tuple[Sequence, Chunk, int]
@@ -15,10 +16,16 @@ Led = tuple[Sequence, Chunk, int]
 
 
 class LedDrafts(DraftSource):
-    """Leads the drafter of the ranks, and keeps its drafts for the next step."""
+    """Leads the drafter of the ranks over prompts, and over texts while its drafts pay, and keeps its drafts for the
+    next step. most: tokens that are drafted after a sequence."""
 
-    def __init__(self, worker: Worker) -> None:
+    takes_time = False
+
+    def __init__(self, worker: Worker, most: int) -> None:
+        assert worker.drafts is not None
         self._worker = worker
+        self._depth = DraftDepth(worker.drafts.step_bytes.decode(1, 0) / worker.step_bytes.decode(1, 0), most)
+        self._sequences = 0  # after which tokens were drafted
         self._drafts: dict[Sequence, tuple[int, list[int]]] = {}  # the length of a text, and the drafts after it
 
     def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[Proposal]:
@@ -31,9 +38,15 @@ class LedDrafts(DraftSource):
     def follow(self, scheduled: Scheduled, scheduler: Scheduler) -> None:
         for sequence, chunk in scheduled:
             length, tokens = self._drafts.pop(sequence, (sequence.length, []))
-            self._learn(sequence, chunk, tokens, sequence.tokens[length:])
-        led = self._lead(scheduled, scheduler)
+            if tokens:
+                chosen = sequence.tokens[length:]
+                self._learn(sequence, tokens, chosen)
+                self._depth.learn(self._sequences, tokens, chosen[: chunk.drafts])
         self._drafts = {sequence: found for sequence, found in self._drafts.items() if sequence.is_running}
+        running = [(sequence, chunk) for sequence, chunk in scheduled if sequence.is_running]
+        self._sequences = sum(sequence.uncached == 1 and sequence.max_drafts > 0 for sequence, _ in running)
+        depth = self._depth.choose(self._sequences) if self._sequences else 0
+        led = [one for sequence, chunk in running if (one := self._led(sequence, chunk, depth, scheduler)) is not None]
         if not led:
             return
         message = Draft([chunk for _, chunk, _ in led], [count for _, _, count in led])
@@ -43,11 +56,11 @@ class LedDrafts(DraftSource):
             sequence: (sequence.length, tokens) for (sequence, _, _), tokens in zip(led, drafted, strict=True)
         }
 
-    @abstractmethod
-    def _learn(self, sequence: Sequence, chunk: Chunk, drafts: list[int], chosen: list[int]) -> None:
-        """Compare what was drafted after a sequence, none if nothing was, with the tokens that a step chose for it.
-        chunk: of the step."""
+    def _learn(self, sequence: Sequence, drafts: list[int], chosen: list[int]) -> None:
+        """Tokens were drafted after a sequence, and a step chose others or the same for it."""
+        return
 
     @abstractmethod
-    def _lead(self, scheduled: Scheduled, scheduler: Scheduler) -> list[Led]:
-        """Return what the drafter reads after a step, and drafts."""
+    def _led(self, sequence: Sequence, chunk: Chunk, depth: int, scheduler: Scheduler) -> Led | None:
+        """Return what the drafter reads of a sequence that runs, of which a step computed a chunk; None for nothing.
+        depth: as many tokens are drafted."""
