@@ -97,7 +97,7 @@ def taken(team: Team, *, model: str, file: str, slots: list[list[int]], **dtypes
                 for prompt, where in zip(prompts(), slots, strict=True)
             ]
     state = engine.state()
-    found["pages"] = [state.taken_pages, state.missed_prompts, state.hit_tokens]
+    found["pages"] = [state.taken_pages, state.missed_prompts, state.queried_tokens]
     worker.stop()
     return found
 
@@ -128,7 +128,7 @@ def test_texts_are_those_of_ranks_that_do_both(
     assert slots == [[0, 1, 2, 3], [4, 5], [6], [0, 1, 2, 7, 8]]
     found = run_ranks(decode, f"{here}:taken", kwargs=kwargs | {"slots": slots})[0]
     # A page that ends with the prompt is not taken, and of the last prompt three pages are in the tree.
-    assert found["pages"][:2] == [4 + 1 + 1 + 2, 0]
+    assert found["pages"] == [4 + 1 + 1 + 2, 0, 2 * sum(LENGTHS)]
     for name in ("greedy", "sampled"):
         apart, together = found[name], found[f"{name} computed here"]
         if prefill == decode:

@@ -87,6 +87,7 @@ def test_the_prompt_is_computed_before_the_answer() -> None:
         assert await prefill.receive() == Cancel(submit.number)
         (token,) = await answer
         assert token == TokenEvent(request.number, 9, 0.0, "length", start=Start(64, 2.5))
+        assert client.totals.transferred_prompts == 1 and 0 < client.totals.transfer_s < 60
 
     run(talk)
 

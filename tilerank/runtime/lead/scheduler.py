@@ -127,5 +127,6 @@ class Scheduler(BaseScheduler[Sequence]):
         """Count how much of the prompt of a sequence the cache had, when it is admitted for the first time."""
         if sequence.admitted_s is None:
             sequence.admitted_s, sequence.hits = time.monotonic(), sequence.cached
-            self.queried_tokens += sequence.prompt_len
-            self.hit_tokens += sequence.hits
+            if not sequence.slots:  # prefill ranks have counted those
+                self.queried_tokens += sequence.prompt_len
+                self.hit_tokens += sequence.hits

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from functools import partial
@@ -61,7 +62,7 @@ class EngineConnection:
         self.state: EngineState | None = None
         self.rank_stats = RankStats()
         self.prompts = SeenPrompts()
-        self._totals = totals
+        self.totals = totals
         self._on_ready = on_ready
         self._transport: asyncio.Transport | None = None
         self._queue = RequestQueue(self._send)
@@ -171,7 +172,7 @@ class EngineConnection:
             case Ranks() | Counters():
                 self.rank_stats.add(message)
             case EngineState():
-                self._totals.add(self.state or message, message)
+                self.totals.add(self.state or message, message)
                 self.state = message
                 self._on_ready()
 
@@ -203,6 +204,7 @@ class Prefill:
         self._engine = engine
         self._submitted = ExitStack()
         self._taken = asyncio.Event()
+        self._computed_s = 0.0  # when the prompt was, on the clock of `time.monotonic`
         self._start: Start | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -214,6 +216,8 @@ class Prefill:
 
     def end_with(self, event: Event) -> Event:
         """Release the pages, because `event` is the first of a choice. Returns it with the start of the prompt."""
+        if self._computed_s and not self._taken.is_set():
+            self._engine.totals.count_transfer(time.monotonic() - self._computed_s)
         self._taken.set()
         if not isinstance(event, TokenEvent) or event.start is None or self._start is None:
             return event
@@ -244,6 +248,7 @@ class Prefill:
             else:
                 assert isinstance(event, PrefilledEvent), event
                 submit, self._start = replace(submit, slots=event.slots), event.start
+                self._computed_s = time.monotonic()
             send(submit)
             del submit  # pictures take much memory
             await self._taken.wait()

@@ -11,6 +11,7 @@ class Totals:
         self.speech_frames = self.speech_samples = 0
         self.kv_dir_written = self.kv_dir_read = self.kv_dir_refused = 0
         self.given_pages = self.taken_pages = self.taken_bytes = self.missed_prompts = 0
+        self.transferred_prompts, self.transfer_s = 0, 0.0
         self.drafted_tokens = self.accepted_tokens = 0
 
     def add(self, before: EngineState, now: EngineState) -> None:
@@ -31,3 +32,8 @@ class Totals:
         self.missed_prompts += now.missed_prompts - before.missed_prompts
         self.drafted_tokens += now.drafted_tokens - before.drafted_tokens
         self.accepted_tokens += now.accepted_tokens - before.accepted_tokens
+
+    def count_transfer(self, seconds: float) -> None:
+        """Count a prompt of prefill ranks, `seconds` after which the answer of decode ranks began."""
+        self.transferred_prompts += 1
+        self.transfer_s += seconds

@@ -227,6 +227,12 @@ class _EngineCollector(Collector):
             yield _counter("transfer_pages_taken", "Pages that decode ranks have taken", totals.taken_pages)
             yield _counter("transfer_bytes_taken", "Bytes of these pages, of all heads", totals.taken_bytes)
             yield _counter("transfer_prompts_missed", "Prompts of which a page was gone", totals.missed_prompts)
+            yield _counter(
+                "transfer_prompts", "Prompts of prefill ranks that decode ranks have begun", totals.transferred_prompts
+            )
+            yield _counter(
+                "transfer_seconds", "Seconds from the end of these prompts to the answers", totals.transfer_s
+            )
         if state.source_pages:
             used = state.source_pages_used / state.source_pages
             yield _gauge("source_pages", "Pages for keys and values of encoded pictures and videos", state.source_pages)
