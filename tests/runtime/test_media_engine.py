@@ -2,8 +2,11 @@
 
 import functools
 import math
+import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +20,13 @@ from tilerank.runtime.lead import encodings, media_encoding
 from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.media_encoding import MediaEncoding, operations_of_piece
+from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.errors import RequestError
+from tilerank.runtime.protocol.events import Event, PrefilledEvent
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
 from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
+from tilerank.runtime.rank.transfer_memory import Transfer
 
 
 @pytest.fixture(scope="module")
@@ -357,3 +363,23 @@ def test_pictures_before_pages_that_are_read_from_files_are_not_encoded(
     assert answers(engine, [request]) == first
     assert encodes(sent) == 1  # of the second picture, which follows the three full pages
     engine.worker.store.close()
+
+
+def test_pictures_before_pages_of_prefill_ranks_are_not_encoded_again(
+    checkpoint: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(os.memfd_create("pages"), "rb") as file:
+        config: dict[str, Any] = {"dtype": torch.bfloat16, "max_total_tokens": 2048, "eager": True}
+        prefill, decode = (
+            single_engine(checkpoint, **config, transfer=Transfer(file.fileno(), gives)) for gives in (True, False)
+        )
+        request = ask(prompt(text(1, 20), SMALL, text(2, 70), medium(9, 2, 3), text(3, 5)), 4)
+        prefill.submit(replace(request, params=SamplingParams(max_new_tokens=0)))
+        computed: list[Event] = []
+        while prefill.busy:
+            computed += prefill.step()
+        (event,) = computed
+        assert isinstance(event, PrefilledEvent) and len(event.slots) == 3
+        sent = spy(decode, monkeypatch)
+        assert answers(decode, [replace(request, slots=event.slots)]) == answers(engine, [request])
+        assert encodes(sent) == 1  # of the second picture, which follows the three full pages
