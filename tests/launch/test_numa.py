@@ -15,7 +15,7 @@ from tests.numa import image
 
 pytestmark = pytest.mark.numa
 
-PAGES = 1024  # of the 4 MiB that every rank touches
+PAGES = 256  # of the MiB that every rank touches
 NODE_MIB = 256
 
 
@@ -56,12 +56,12 @@ def snc3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Three packages of 2 cores with hyper-threads, one of them without memory; a memory-only node; CPU 3 isolated. A
-    fourth package, CPUs 12 to 15, may be plugged in."""
+    """Three packages of 2 cores with hyper-threads, one of them without memory; a memory-only node; CPU 3 isolated, and
+    CPUs 9 to 11 offline. A fourth package, CPUs 12 to 15, may be plugged in."""
     cpus = {0: "0-3", 1: "4-7", 2: "8-15", 3: None}
     distances = {(0, 1): 21, (0, 2): 31, (1, 2): 22, (0, 3): 14, (1, 3): 24, (2, 3): 33}
     machine = qemu_machine("12,maxcpus=16,sockets=4,cores=2,threads=2", cpus, 2, distances)
-    return boot(tmp_path_factory.mktemp("mixed"), machine, "on_mixed.py", append="isolcpus=3")
+    return boot(tmp_path_factory.mktemp("mixed"), machine, "on_mixed.py", append="isolcpus=3 maxcpus=9")
 
 
 def cores_of(seen: dict[str, Any]) -> list[tuple[int, int, list[int]]]:
@@ -150,20 +150,20 @@ def test_snc3_findings(snc3: dict[str, Any]) -> None:
 def test_mixed_topology(mixed: dict[str, Any]) -> None:
     topology = mixed["topology"]
     assert cores_of(mixed) == [
-        (0, 0, [0, 1]), (0, 0, [2, 3]), (1, 1, [4, 5]), (1, 1, [6, 7]), (2, 2, [8, 9]), (2, 2, [10, 11])
+        (0, 0, [0, 1]), (0, 0, [2, 3]), (1, 1, [4, 5]), (1, 1, [6, 7]), (2, 2, [8])
     ]  # fmt: skip
     assert (topology["nodes"][2]["memory_total"], topology["nodes"][3]["cpus"]) == (0, [])
     assert list(topology["nodes"][3]["distances"].values()) == [14, 24, 33, 10]
     assert topology["allowed_mems"] == [0, 1, 3]
-    assert (topology["isolated"], topology["inherited_cpus"]) == ([3], [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11])
+    assert (topology["isolated"], topology["inherited_cpus"]) == ([3], [0, 1, 2, *range(4, 9)])
     assert mixed["findings"][0] == "node 2 has cores but no memory"
 
 
 def test_mixed_placement(mixed: dict[str, Any]) -> None:
     """One thread per core; no rank on the memory-only node; the cores without memory join their nearest node."""
     assert mixed["auto"] == 2
-    assert mixed["placements"]["2"] == [[[0, 2], [0]], [[4, 6, 8, 10], [1]]]
-    assert mixed["placements"]["1"] == [[[0, 2, 4, 6, 8, 10], [0, 1]]]
+    assert mixed["placements"]["2"] == [[[0, 2], [0]], [[4, 6, 8], [1]]]
+    assert mixed["placements"]["1"] == [[[0, 2, 4, 6, 8], [0, 1]]]
 
 
 def test_mixed_binding(mixed: dict[str, Any]) -> None:
@@ -172,13 +172,14 @@ def test_mixed_binding(mixed: dict[str, Any]) -> None:
         [0, 1, 2],
         {"0": PAGES},
     )  # with the hyper-threads, without isolated CPU 3
-    assert (second["cpus"], second["pages"]) == (list(range(4, 12)), {"1": PAGES})
+    assert (second["cpus"], second["pages"]) == (list(range(4, 9)), {"1": PAGES})
 
 
 FAR_MEMORY = (
     "no rank has cores on memory node 3: memory there is taken only when that of the ranks' own nodes is full "
     "(with --membind strict: never)"
 )
+OFFLINE = "CPUs 9-11 are offline and left out"
 ISOLATED = "CPUs 3 are isolated (isolcpus=) and left out unless --cores names them"
 
 
@@ -187,7 +188,7 @@ def helpers(cpus: str) -> str:
 
 
 def cpuset(cpus: str) -> str:
-    return f"the cpuset allows CPUs {cpus} of 0-11 and memory nodes 1 of 0-1,3"
+    return f"the cpuset allows CPUs {cpus} of 0-8 and memory nodes 1 of 0-1,3"
 
 
 def kernel_of(server: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -202,7 +203,7 @@ def pages_of(server: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def test_mixed_notes(mixed: dict[str, Any]) -> None:
-    assert mixed["notes"] == [ISOLATED, FAR_MEMORY, helpers("1,5,7,9,11")]
+    assert mixed["notes"] == [OFFLINE, ISOLATED, FAR_MEMORY, helpers("1,5,7")]
 
 
 def test_mixed_memory_without_cores(mixed: dict[str, Any]) -> None:
@@ -216,17 +217,17 @@ def test_mixed_exclusive_cpuset(mixed: dict[str, Any]) -> None:
     assert found["partition"] == "root"
     assert kernel_of(found["inside"]) == [("4-5", "1", "prefer:1"), ("6-7", "1", "prefer:1")]
     assert pages_of(found["inside"]) == [{"1": PAGES}] * 2
-    assert found["inside"]["notes"] == [cpuset("4-7"), helpers("5,7")]
-    assert [cpus for cpus, _, _ in kernel_of(found["outside"])] == ["0-2,8-11"]
-    outside = "the cpuset allows CPUs 0-3,8-11 of 0-11"
-    assert found["outside"]["notes"] == [outside, ISOLATED, FAR_MEMORY, helpers("1,9,11")]
+    assert found["inside"]["notes"] == [cpuset("4-7"), OFFLINE, helpers("5,7")]
+    assert [cpus for cpus, _, _ in kernel_of(found["outside"])] == ["0-2,8"]
+    outside = "the cpuset allows CPUs 0-3,8 of 0-8"
+    assert found["outside"]["notes"] == [outside, OFFLINE, ISOLATED, FAR_MEMORY, helpers("1")]
 
 
 def test_mixed_two_cpusets_on_one_package(mixed: dict[str, Any]) -> None:
     first, second = mixed["side_by_side"]
     assert (kernel_of(first), pages_of(first)) == ([("4-5", "1", "prefer:1")], [{"1": PAGES}])
     assert (kernel_of(second), pages_of(second)) == ([("6-7", "1", "prefer:1")], [{"1": PAGES}])
-    assert first["notes"] == [cpuset("4-5"), helpers("5")]
+    assert first["notes"] == [cpuset("4-5"), OFFLINE, helpers("5")]
 
 
 def test_mixed_two_cpusets_that_divide_cores(mixed: dict[str, Any]) -> None:
@@ -235,11 +236,11 @@ def test_mixed_two_cpusets_that_divide_cores(mixed: dict[str, Any]) -> None:
     slows = "are not allowed here, but are hyper-threads of cores that are used: what others run there slows the ranks"
     assert (kernel_of(first), first["notes"]) == (
         [("4,6", "1", "prefer:1")],
-        [cpuset("4,6"), f"CPUs 5,7 {slows}"],
+        [cpuset("4,6"), f"CPUs 5,7 {slows}", OFFLINE],
     )
     assert (kernel_of(second), second["notes"]) == (
         [("5,7", "1", "prefer:1")],
-        [cpuset("5,7"), f"CPUs 4,6 {slows}"],
+        [cpuset("5,7"), f"CPUs 4,6 {slows}", OFFLINE],
     )
 
 
@@ -253,7 +254,7 @@ def test_mixed_two_servers_without_cpusets(mixed: dict[str, Any]) -> None:
     ]
     assert found["apart"]["notes"] == []
     assert kernel_of(found["apart"]) == [("0,2", "0-1,3", "prefer:0")]
-    assert found["apart"]["http"] == [1, *range(4, 12)]  # neither on the ranks nor on isolated CPU 3
+    assert found["apart"]["http"] == [1, *range(4, 9)]  # neither on the ranks nor on isolated CPU 3
 
 
 def test_mixed_container_without_group_files(mixed: dict[str, Any]) -> None:
@@ -262,11 +263,6 @@ def test_mixed_container_without_group_files(mixed: dict[str, Any]) -> None:
 
 def test_mixed_offline_cores(mixed: dict[str, Any]) -> None:
     """A core with one hyper-thread offline still computes. CPUs that may be plugged in are not called offline."""
-    assert mixed["topology"]["offline"] == []
-    found = mixed["offline"]
-    assert found["topology"]["offline"] == [4, 10, 11]
-    assert cores_of(found)[2:] == [(1, 1, [5]), (1, 1, [6, 7]), (2, 2, [8, 9])]
-    assert [rank["cpus"] for rank in found["ranks"]] == [[0, 1, 2], [5, 6, 7, 8, 9]]
-    assert [(cpus, policy) for cpus, _, policy in kernel_of(found)] == [("0-2", "prefer:0"), ("5-9", "prefer:1")]
-    assert pages_of(found) == [{"0": PAGES}, {"1": PAGES}]
-    assert found["notes"] == ["CPUs 4,10-11 are offline and left out", ISOLATED, FAR_MEMORY, helpers("1,7,9")]
+    assert mixed["topology"]["offline"] == [9, 10, 11]
+    assert [kernel[:1] + kernel[2:] for kernel in kernel_of(mixed)] == [("0-2", "prefer:0"), ("4-8", "prefer:1")]
+    assert pages_of(mixed) == [{"0": PAGES}, {"1": PAGES}]

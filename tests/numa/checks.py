@@ -73,7 +73,7 @@ def numa_maps(address: int) -> dict[str, int]:
 def bound_rank(rank: RankPlacement) -> dict[str, Any]:
     """Bind as a rank does; return where it runs, where its memory is, and what a program that it starts inherits."""
     binding = bind(rank)
-    memory = Memory(4 * MIB)
+    memory = Memory(MIB)
     maps = subprocess.check_output(["busybox", "head", "-n1", "/proc/self/numa_maps"], text=True)
     status = subprocess.check_output(["busybox", "grep", "allowed_list", "/proc/self/status"], text=True).split()
     return {
@@ -119,17 +119,6 @@ def in_group(settings: Mapping[str, str], check: Callable[..., Any], *arguments:
     """Run a check in a process of a new control group."""
     with group("job", settings) as directory:
         return inside(directory, check, *arguments)
-
-
-@contextlib.contextmanager
-def offline(*cpus: int) -> Iterator[None]:
-    """Take CPUs offline for the time of the context."""
-    switches = [Path(f"/sys/devices/system/cpu/cpu{cpu}/online") for cpu in cpus]
-    for switch in switches:
-        switch.write_text("0")
-    yield
-    for switch in switches:
-        switch.write_text("1")
 
 
 def seen() -> dict[str, Any]:

@@ -42,7 +42,7 @@ def started_by_mpirun(rank: RankPlacement) -> dict[str, Any]:
 def filled(topology: Topology) -> dict[str, Any]:
     """Allocate more than the fullest node has, with the preferred policy and with the strict one."""
     fullest = min((node for node in topology.nodes if node.memory_total), key=lambda node: node.memory_free)
-    size, kills = fullest.memory_total * 5 // 4, oom_kills()
+    size, kills = fullest.memory_free + 64 * MIB, oom_kills()
     preferred = in_child(fill_node, fullest.id, size, False)
     preferred_kills = oom_kills() - kills
     strict = in_child(fill_node, fullest.id, size, True)
