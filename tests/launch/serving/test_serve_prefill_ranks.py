@@ -1,4 +1,4 @@
-"""A server whose ranks compute prompts and answers apart: two prefill ranks give pages to one decode rank."""
+"""A server whose ranks compute prompts and answers apart: a prefill rank gives pages to a decode rank."""
 
 import argparse
 import os
@@ -46,7 +46,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def test_answers_and_faults_of_either_group() -> None:
-    with serving("--tp", 3, "--prefill-nodes", 2) as server:
+    with serving("--tp", 2, "--prefill-nodes", 1) as server:
         with ThreadPoolExecutor() as pool:
             texts = list(pool.map(lambda text: text_of(complete(server, text)), TEXTS))
         assert texts == [greedy(text, 8) for text in TEXTS]
