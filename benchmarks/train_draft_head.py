@@ -4,8 +4,8 @@
     tilerank bench speculative OUT_DIR --speculative mtp
 
 OUT_DIR is a checkpoint of GLM-4.5: a Llama is one whose layers are all dense, and so is a Qwen3, with norms of its
-heads. The head learns what the model predicts after the next token, in its greedy answers to questions on some topics
-and to requests on parts of the text of `tilerank bench quality`. It is trained in the layer of transformers.
+heads. The head learns what the model predicts after the next token, in its greedy answers to some requests
+(draft_head_requests.py). It is trained in the layer of transformers.
 """
 
 import argparse
@@ -15,51 +15,34 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import kl_div
+from torch.nn.functional import kl_div, smooth_l1_loss
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 from transformers.modeling_layers import MtpLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
 
 from tilerank import LLM, SamplingParams
-from tilerank.launch.bench.scoring.text import DEFAULT_TEXT
 
-QUESTIONS = (
-    "Explain {} to a child.",
-    "Write a short story about {}.",
-    "List five facts about {}.",
-    "What should everybody know about {}?",
-    "Write a Python function that has to do with {}.",
-    "Summarise the history of {} in a few sentences.",
-    "Write a letter to a friend about {}.",
-    "Describe {} as JSON with a few fields.",
-)
-TOPICS = (
-    *("bread", "the moon", "sorting numbers", "rivers", "trains", "chess", "bees", "the weather", "music", "gardens"),
-    *("a bakery", "volcanoes", "libraries", "prime numbers", "the sea", "bicycles", "cats", "maps", "electricity"),
-    *("glass", "a village", "dates and times", "forests", "bridges", "photography", "snow", "football", "strings"),
-    *("paper", "the heart", "airports", "temperatures"),
-)
-REQUESTS = (
-    "Repeat this text word by word.\n\n{}",
-    "Here is a text.\n\n{}\n\nQuote its first sentence, then summarise the rest.",
-    "Correct the mistakes in this text and return all of it.\n\n{}",
-)
-PART_LETTERS = 800
+from .draft_head_requests import requests
+
 QK_NORMS = {"llama": False, "qwen3": True}
 """The families that GLM-4.5 contains, and whether they normalise heads."""
 EXPERTS = 2
 """Experts of the head, all of which every token takes, and one more for all tokens. A GLM-4.5 has no dense layer after
 the first sparse one."""
 BATCH = 4
+READ_TOGETHER = 64
+"""Texts whose hidden states are read together: in float32, they take memory."""
 HELD_OUT = 16
 """One text of so many is not trained on."""
+STATES_WEIGHT = 1.0
+"""Of the distance of the hidden states of the head to those of the model (arXiv 2401.15077), beside the divergence of
+what they predict. The head reads its own to draft a second token."""
 
 
 @dataclass(frozen=True)
@@ -79,32 +62,38 @@ def main(argv: list[str]) -> int:
     parser.add_argument("model", type=Path, metavar="MODEL_DIR")
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="must not exist yet")
     parser.add_argument("--new-tokens", type=int, default=200, metavar="N", help="of an answer (default: 200)")
-    parser.add_argument("--epochs", type=int, default=8, metavar="N", help="passes over the answers (default: 8)")
+    parser.add_argument("--epochs", type=int, default=5, metavar="N", help="passes over the answers (default: 5)")
+    parser.add_argument("--quantization", choices=("int8", "int4", "fp8"), help="of the model that answers")
     args = parser.parse_args(argv)
     if args.out.exists():
         sys.exit(f"{args.out}: expected a directory that does not exist yet")
     config = config_with_head(args.model)
     torch.manual_seed(0)
-    texts = answers(args.model, args.new_tokens)
-    print(f"{len(texts)} answers, {sum(len(ids) - start for ids, start in texts)} tokens", flush=True)
+    examples = answers(args.model, args.new_tokens, args.quantization)
+    print(f"{len(examples)} answers, {sum(len(one.ids) - one.start for one in examples)} tokens", flush=True)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     model.eval()
     head = new_head(config, model)
-    train(head, model, [example(model, ids, start) for ids, start in texts], args.epochs)
+    train(head, model, examples, args.epochs)
     write(args.model, args.out, config, head)
     return 0
 
 
-def answers(model_dir: Path, new_tokens: int) -> list[tuple[list[int], int]]:
-    """Return the tokens of chats with two or more of an answer, and how many of them are the prompt."""
-    text = DEFAULT_TEXT.read_text()
-    parts = [text[start : start + PART_LETTERS] for start in range(0, len(text), PART_LETTERS)]
-    asked = [*product(QUESTIONS, TOPICS), *product(REQUESTS, parts)]
-    chats = [[{"role": "user", "content": request.format(about)}] for request, about in asked]
-    with LLM(model_dir, max_model_len=1024) as llm:
+def answers(model_dir: Path, new_tokens: int, quantization: str | None) -> list[Example]:
+    """Return chats with two or more tokens of an answer. quantization: as of `tilerank serve`."""
+    chats = [[{"role": "user", "content": request}] for request in requests()]
+    with LLM(model_dir, max_model_len=1024, quantization=quantization) as llm:
         outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=new_tokens), use_tqdm=False)
-    texts = [(list(one.prompt_token_ids), list(one.outputs[0].token_ids)) for one in outputs]
-    return [(prompt + answer, len(prompt)) for prompt, answer in texts if len(answer) > 1]
+        chosen = [(list(one.prompt_token_ids), list(one.outputs[0].token_ids)) for one in outputs]
+        texts = [(prompt + answer, len(prompt)) for prompt, answer in chosen if len(answer) > 1]
+        examples = list[Example]()
+        for first in range(0, len(texts), READ_TOGETHER):
+            some = texts[first : first + READ_TOGETHER]
+            found = llm.hidden_states([{"prompt_token_ids": ids[:-1]} for ids, _ in some], use_tqdm=False)
+            for (ids, start), one in zip(some, found, strict=True):
+                hidden = torch.from_numpy(one.hidden_states[-1]).to(torch.bfloat16)
+                examples.append(Example(torch.tensor(ids), hidden, start))
+    return examples
 
 
 def config_with_head(source: Path) -> dict[str, Any]:
@@ -132,7 +121,7 @@ def config_with_head(source: Path) -> dict[str, Any]:
 
 
 def new_head(config: dict[str, Any], model: Any) -> MtpLayer:
-    """Return a head that adds the embedding and the hidden state and has no layer yet, as far as its sums go."""
+    """Return a head that passes on the hidden state, and has no layer yet, as far as its sums go."""
     of_head = Glm4MoeConfig.from_dict(config | {"first_k_dense_replace": 0})
     of_head._attn_implementation, of_head._experts_implementation = "sdpa", "eager"
     head = MtpLayer(of_head, Glm4MoeDecoderLayer, Glm4MoeRMSNorm, 0)
@@ -143,40 +132,49 @@ def new_head(config: dict[str, Any], model: Any) -> MtpLayer:
                 torch.nn.init.zeros_(x)
             elif x.ndim > 1:
                 torch.nn.init.normal_(x, std=0.02)
-        parameters["eh_proj.weight"].add_(torch.eye(of_head.hidden_size).repeat(1, 2))
+        hidden = of_head.hidden_size  # the columns after those of the embedding
+        parameters["eh_proj.weight"][:, hidden:].add_(torch.eye(hidden))
         parameters["post_norm.weight"].copy_(model.model.norm.weight)
     return head
 
 
-@torch.no_grad()
-def example(model: Any, ids: Sequence[int], start: int) -> Example:
-    text = torch.tensor(ids)
-    return Example(text, model.model(text[None, :-1]).last_hidden_state[0].clone(), start)
-
-
 def train(head: MtpLayer, model: Any, examples: Sequence[Example], epochs: int) -> list[float]:
-    """Return the mean divergence of each epoch, and print it with the share of right drafts in texts held out."""
+    """Return the mean divergence of each epoch, and print it with the shares of right drafts in texts held out."""
     # The losses of tokens that never occur would take most of the time.
     used = torch.unique(torch.cat([one.ids[one.start :] for one in examples]))
     embeddings, weight = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()[used]
 
-    def logits(one: Example) -> tuple[Tensor, Tensor]:
-        """Return those of the head and of the model for the tokens of the answer but the first: [tokens, used]."""
-        following, hidden, first = one.ids[1:-1], one.hidden.float(), one.start - 1
+    def passed(following: Tensor, hidden: Tensor) -> Tensor:
+        """Return the states of the head for tokens and the states of the tokens before them: [tokens, hidden]."""
         with torch.no_grad():
             embedded, positions = embeddings[following][None].float(), torch.arange(len(following))[None]
             rotary = model.model.rotary_emb(embedded, positions)
         with torch.autocast("cpu", torch.bfloat16):
-            x = head(embedded, hidden[None, :-1], rotary, None, positions, None)[0, first:]
-            return (x @ weight.T).float(), (hidden[1 + first :] @ weight.T).float()
+            found: Tensor = head(embedded, hidden[None], rotary, None, positions, None)
+        return found[0].float()
 
-    def loss_of(one: Example) -> Tensor:
-        drafted, wanted = logits(one)
-        return kl_div(drafted.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True)
+    def logits(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: Tensor = x @ weight.T
+        return found.float()
 
-    def are_right(one: Example) -> Tensor:
-        drafted, wanted = logits(one)
-        return drafted.argmax(-1) == wanted.argmax(-1)
+    def losses_of(one: Example) -> tuple[Tensor, Tensor]:
+        """Return the divergence of the predictions, and the distance of the states over their mean size, for the tokens
+        of the answer but the first."""
+        hidden, first = one.hidden.float(), one.start - 1
+        drafted, wanted = passed(one.ids[1:-1], hidden[:-1])[first:], hidden[1 + first :]
+        predicted, target = logits(drafted).log_softmax(-1), logits(wanted).log_softmax(-1)
+        size = wanted.square().mean().sqrt()
+        divergence = kl_div(predicted, target, reduction="batchmean", log_target=True)
+        return divergence, smooth_l1_loss(drafted / size, wanted / size)
+
+    def are_right(one: Example) -> tuple[Tensor, Tensor]:
+        """Return which first drafts are right, and which second ones of those after a right one."""
+        hidden, first = one.hidden.float(), one.start - 1
+        drafted = passed(one.ids[1:-1], hidden[:-1])
+        second, wanted = passed(one.ids[2:-1], drafted[:-1]), logits(hidden[1 + first :]).argmax(-1)
+        right = logits(drafted[first:]).argmax(-1) == wanted
+        return right, (logits(second[first:]).argmax(-1) == wanted[1:])[right[:-1]]
 
     held_out, rest = examples[::HELD_OUT], [one for i, one in enumerate(examples) if i % HELD_OUT]
     optimizer = torch.optim.AdamW(head.parameters(), weight_decay=0.01)
@@ -184,22 +182,22 @@ def train(head: MtpLayer, model: Any, examples: Sequence[Example], epochs: int) 
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
     means = list[float]()
     for epoch in range(1, epochs + 1):
-        began, losses = time.monotonic(), list[float]()
+        began, found = time.monotonic(), list[float]()
         for batch in batches(rest):
-            loss: Any = torch.stack([loss_of(one) for one in batch]).mean()
+            divergences, distances = zip(*map(losses_of, batch), strict=True)
+            divergence = torch.stack(divergences).mean()
+            loss: Any = divergence + STATES_WEIGHT * torch.stack(distances).mean()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            losses.append(loss.item())
-        means.append(sum(losses) / len(losses))
+            found.append(divergence.item())
+        means.append(sum(found) / len(found))
         with torch.no_grad():
-            right = torch.cat([are_right(one) for one in held_out])
-        seconds = time.monotonic() - began
-        print(
-            f"epoch {epoch}: divergence {means[-1]:.3f}, {right.float().mean():.3f} right, {seconds:.0f} s", flush=True
-        )
+            right = (torch.cat(some).float().mean() for some in zip(*map(are_right, held_out), strict=True))
+        shares, seconds = "{:.3f} right, {:.3f} after these".format(*right), time.monotonic() - began
+        print(f"epoch {epoch}: divergence {means[-1]:.3f}, {shares}, {seconds:.0f} s", flush=True)
     return means
 
 

@@ -33,7 +33,10 @@ def test_a_head_drafts_what_it_has_learnt(tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "with-head"
     config = script.config_with_head(DEMO)
     head = script.new_head(config, model)
-    losses = script.train(head, model, [script.example(model, ids, PROMPT) for ids in texts], 40)
+    with torch.no_grad():
+        states = [model.model(torch.tensor(ids[:-1])[None]).last_hidden_state[0] for ids in texts]
+    examples = [script.Example(torch.tensor(ids), hidden, PROMPT) for ids, hidden in zip(texts, states, strict=True)]
+    losses = script.train(head, model, examples, 40)
     assert losses[-1] < losses[0] / 4
     script.write(DEMO, out, config, head)
 
