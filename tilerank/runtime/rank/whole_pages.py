@@ -13,7 +13,7 @@ _OTHER_KINDS = {
     Budget.SOURCE_TOKENS: "keys and values of encodings in some layers",
     Budget.STATES: "states in some layers",
 }
-"""What cannot leave the cache."""
+"""The contents of a cache that cannot leave it, by what the cache is counted in."""
 
 
 def check_whole_pages(option: str | None, model_dir: Path, card: ModelCard, specs: Sequence[CacheSpec]) -> None:

@@ -7,10 +7,10 @@ from .draft_counts import Acceptance, Share
 from .drafts import MAX_PROPOSED
 
 FORGETTING = 0.99
-"""What is not measured any more, because too few tokens are drafted, counts so much less after every token: other texts
-may be easier. In the end it is expected to pay, and is measured again."""
+"""The factor by which a share counts less after every token while too few tokens are drafted to measure it. Other texts
+may be easier to draft, so after some time a draft is expected to pay, and the share is measured again."""
 ROW_COST = 0.03
-"""What a row more adds to the time of a decode step of a few rows, as a share of it (docs/performance.md)."""
+"""The time that one more row adds to a decode step of a few rows, as a share of that step (docs/performance.md)."""
 NEVER = -1
 """A token that is never drafted."""
 
