@@ -191,6 +191,8 @@ def test_the_command(tmp_path: Path) -> None:
     ("options", "expected"),
     [
         (("--mix", "mlperf-llama-3.1-8b"), "--mix: expected --slo with it, found none"),
+        (("--prefill-nodes", 1), "--prefill-nodes: expected --slo with it, found none"),
+        (("--dp", 2), "--dp: expected --slo with it, found none"),
         (
             ("--slo", "ttft=1s,tpot=1s", "--prompt-tokens", 4000, "--new-tokens", 128),
             "equal requests: expected requests of at most 4096 tokens, the context of demo-lm, found one of 4128",

@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load_arguments(parser)
     add_engine_arguments(parser)
     add_rank_arguments(parser)
+    goodput.add_server_arguments(parser)
 
 
 def _add_load_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from ..logs import say
 from ..offline.link import CONTROL, LINK, PARENT, connect_replicas
 from ..options import kv_dir, model, other_servers, requests
 from ..options.draft_model import check_draft_model
-from ..planning.replicas import ModelBytes, divide, replica_count
+from ..planning.replicas import ModelBytes, add_replicas_argument, divide
 from ..processes.process import die_with
 from ..processes.status import ErrorReport, StatusPipe
 from ..processes.supervisor import Outcome, run_group
@@ -46,15 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_arguments(parser)
     kv_dir.add_arguments(parser)
     start.add_arguments(parser)
-    parser.add_argument_group("replicas").add_argument(
-        "--dp",
-        "--data-parallel-size",
-        type=replica_count,
-        default=1,
-        metavar="auto|N",
-        help="replicas of the model, each on --tp ranks of its own (default: 1; auto: as many as the NUMA nodes give "
-        "with --tp, or with --tp auto as the size of the model suggests)",
-    )
+    add_replicas_argument(parser)
     other_servers.add_arguments(parser, other_servers.MODEL)
 
 

@@ -28,7 +28,7 @@ from ..planning.prediction.predict import Prediction, predict_cases, predict_goo
 from ..planning.prediction.text import as_json as as_json_prediction
 from ..planning.prediction.text import render as render_prediction
 from ..planning.remedies import plan_with_remedy
-from ..planning.replicas import Division, divide, replica_count
+from ..planning.replicas import Division, add_replicas_argument, divide
 from ..ranks import prefill_ranks
 from ..ranks.rendezvous import identify
 from ..ranks.start import own_placement, own_topology
@@ -47,14 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|N",
         help="number of ranks that a layer is cut over (auto: one per NUMA node)",
     )
-    parser.add_argument(
-        "--dp",
-        "--data-parallel-size",
-        type=replica_count,
-        default=1,
-        metavar="auto|N",
-        help="replicas of the model, each on --tp ranks of its own, as `serve --dp` places them (default: 1)",
-    )
+    add_replicas_argument(parser)
     prefill_ranks.add_arguments(parser)
     parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
     parser.set_defaults(bind="auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +28,19 @@ class ModelBytes:
     token: int
 
 
-def replica_count(text: str) -> int | None:
+def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("replicas").add_argument(
+        "--dp",
+        "--data-parallel-size",
+        type=_replica_count,
+        default=1,
+        metavar="auto|N",
+        help="replicas of the model, each on --tp ranks of its own (default: 1; auto: as many as the NUMA nodes give "
+        "with --tp, or with --tp auto as the size of the model suggests)",
+    )
+
+
+def _replica_count(text: str) -> int | None:
     """Parse --dp: a number of replicas, or None for "auto"."""
     return None if text == "auto" else whole_number(1, MAX_REPLICAS)(text)
 

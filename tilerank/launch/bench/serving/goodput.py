@@ -24,6 +24,8 @@ from ...goodput.search import Trial, best, search
 from ...goodput.simulation import REQUESTS, Demand, predicted_goodput
 from ...options.arguments import real_number, whole_number
 from ...options.model import model_options
+from ...planning.replicas import add_replicas_argument
+from ...ranks import prefill_ranks
 from ...serving.own_server import own_server
 from ..chart import check_chart_argument
 from ..harness import Column, Row, write_json
@@ -90,9 +92,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `serve` that an engine alone does not have."""
+    add_replicas_argument(parser)
+    prefill_ranks.add_arguments(parser)
+
+
 def check_unused(args: argparse.Namespace) -> None:
     """Raise LaunchError for options that only a search uses."""
-    if given := [f"--{name}" for name in ("mix", "chart") if getattr(args, name) is not None]:
+    unused = {"mix": None, "chart": None, "prefill-nodes": None, "dp": 1}
+    if given := [f"--{name}" for name, value in unused.items() if getattr(args, name.replace("-", "_")) != value]:
         raise LaunchError(f"{given[0]}: expected --slo with it, found none")
 
 
