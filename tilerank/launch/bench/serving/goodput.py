@@ -10,7 +10,7 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...goodput.limits import Limits, limits_of
 from ...goodput.mix import PUBLISHED, Mix, RequestSize, mix_of
 from ...goodput.search import Trial, best, search
 from ...goodput.simulation import REQUESTS, Demand, predicted_goodput
+from ...logs import say
 from ...options.arguments import real_number, whole_number
 from ...options.model import model_options
 from ...planning.replicas import add_replicas_argument
@@ -133,8 +134,15 @@ def measure(args: argparse.Namespace, serve_argv: Sequence[str]) -> Goodput:
         trials: list[Trial] = []
         if args.slo.hold(alone):
             limit = best(least)
-            trials = search(load.trial, limit.rate / 2 if limit else 1 / alone.ttft_s)
+            trials = search(partial(_said, load), limit.rate / 2 if limit else 1 / alone.ttft_s)
     return Goodput(args.model.name, mix, args.slo, trials, least, peaks)
+
+
+def _said(load: Load, rate: float) -> Trial:
+    """Run a trial and say how it ended: a search takes minutes."""
+    trial = load.trial(rate)
+    say(f"tilerank: {rate:.3g} requests/s: {'holds' if trial.holds else 'late'}")
+    return trial
 
 
 def _uniform(args: argparse.Namespace) -> Mix:
