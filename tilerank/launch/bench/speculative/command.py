@@ -134,8 +134,8 @@ class _Bench:
         plain, drafted = list[Row](), list[Row]()
         for _ in range(1 + self._repeat):
             # Drafts come first: the pages of prompts have entries of what drafts from then on.
-            drafted.append(self._run(some, SOURCES[self._speculative](self._engine.worker)))
-            plain.append(self._run(some, None))
+            drafted.append(self._run(task, some, SOURCES[self._speculative](self._engine.worker)))
+            plain.append(self._run(task, some, None))
         answers = plain[0]["token_ids"]
         if any(run["token_ids"] != answers for run in plain + drafted):
             raise LaunchError(f"bench speculative: task {task}: expected the same tokens in every run, found others")
@@ -169,13 +169,13 @@ class _Bench:
         params = SamplingParams(max_new_tokens=self._new_tokens, end_token_ids=ends)
         return [Request(Prompt(token_ids), params) for token_ids in prompts(self._tokenizer, task, number)]
 
-    def _run(self, some: list[Request], source: DraftSource | None) -> Row:
+    def _run(self, task: str, some: list[Request], source: DraftSource | None) -> Row:
         """Run requests once. limit_share: tokens a second over those of one token a read (limit.py)."""
         from tilerank.runtime.lead.drafting.drafts import Drafting
 
         engine = self._engine
         engine.drafting = Drafting(source, engine.scheduler, self._counts)
-        run, rates = self._probe.around(Work(nbytes=1), lambda: _time(engine, some))
+        run, rates = self._probe.around(Work(nbytes=1), lambda: time_decoding(engine, task, some))
         sizes = [
             (len(one.prompt.token_ids), len(token_ids)) for one, token_ids in zip(some, run["token_ids"], strict=True)
         ]
@@ -196,9 +196,9 @@ def tokens_per_step(steps: Sequence[Sequence[int]]) -> float:
     return sum(map(len, steps)) / sum(len(set(sequences)) for sequences in steps)
 
 
-def _time(engine: Engine, some: list[Request]) -> Row:
+def time_decoding(engine: Engine, task: str, some: list[Request]) -> Row:
     """Run requests together. The time begins once each has its first token, whose steps compute prompts. steps: as in
-    `tokens_per_step`."""
+    `tokens_per_step`. LaunchError if no token comes after that."""
     from tilerank.runtime.protocol.events import TokenEvent
 
     index_of = {engine.submit(request): index for index, request in enumerate(some)}
@@ -214,6 +214,8 @@ def _time(engine: Engine, some: list[Request]) -> Row:
         for event in events:
             assert isinstance(event, TokenEvent)
             token_ids[index_of[event.request]].append(event.token_id)
+    if not steps:
+        raise LaunchError(f"bench speculative: task {task}: expected tokens once each answer has one, found none")
     return {
         "token_ids": token_ids,
         "steps": steps,
