@@ -10,6 +10,8 @@ PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 # The first make in this clone builds while others wait: what it has built they find up to date.
 LOCKED := flock Makefile $(MAKE) --no-print-directory
+# Of a core that does not compile, pip prints what the compiler said, without the commands of all files.
+INSTALL := $(BIN)/pip install --quiet --config-settings quiet=true --disable-pip-version-check
 
 .PHONY: help core environment demo demo-chat demo-vision test test-long soak test-numa test-sanitize test-amx lint types site wheel format clean
 
@@ -67,9 +69,9 @@ NEWEST := $(if $(filter amx_tile,$(CPU)),amx,$(if $(filter avx512_bf16,$(CPU)),a
 
 # $(call build,NAME,ENVIRONMENT): installs into build/NAME, away from the core that users get.
 define build
-flock Makefile sh -ec 'rm -rf build/$(1) build/temp.* build/lib.*; \
-    TILERANK_WERROR=1 $(2) $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/$(1) .; \
-    rm -rf build/temp.* build/lib.*'
+flock Makefile sh -ec 'rm -rf build/$(1) build/lib.*; \
+    TILERANK_WERROR=1 $(2) $(INSTALL) --no-deps --target build/$(1) .; \
+    rm -rf build/lib.*'
 endef
 # $(call on_build,NAME): the environment in which pytest, its workers and the ranks that tests start import build/NAME.
 on_build = PYTHONPATH=$(CURDIR)/build/$(1) PYTEST_ADDOPTS="-o 'pythonpath=$(CURDIR)/build/$(1) . tests/support'"
@@ -134,12 +136,12 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: $(BIN)/pip $(CORE)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[vision]"
+	$(INSTALL) -e ".[vision]"
 	@touch $@
 
 # By its name, because it is installed: from its folder it would be compiled once more.
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/pip install --quiet --disable-pip-version-check "tilerank[test]"
+	$(INSTALL) "tilerank[test]"
 	@# Away from the rest, see tests/support/reference_media.py; without its requirements, which are installed already.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0
 	@touch $@
