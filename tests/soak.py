@@ -314,7 +314,7 @@ async def _stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) ->
         async for line in answer.aiter_lines():
             if line == "data: [DONE]":
                 return
-            if line:
+            if line.startswith("data: "):  # others are empty, or comments that keep the connection alive
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     _check(503, {"retry-after": ""}, line)
