@@ -73,6 +73,8 @@ class Cost:
     read: bytes of weights that every step reads. experts: weights of which a step reads the chosen experts alone, one
     entry for each share. token: operations for each token. pair: operations for each pair of a query and a key that it
     sees. products: the parts of `read` and `token` that are products with packed weights, by their format.
+    elementwise: bytes that norms, rotations and other kernels between products read and write for each token, most of
+    them in caches.
     """
 
     read: int = 0
@@ -80,6 +82,7 @@ class Cost:
     token: Work = Work()
     pair: Work = Work()
     products: tuple[Products, ...] = field(default=(), compare=False)
+    elementwise: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return self._plus(other, 1)
@@ -97,6 +100,7 @@ class Cost:
             self.token + other.token * sign,
             self.pair + other.pair * sign,
             _sum_of_products(self.products, other.products, sign),
+            self.elementwise + sign * other.elementwise,
         )
 
     @staticmethod

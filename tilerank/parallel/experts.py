@@ -139,6 +139,8 @@ class ParallelExperts(Layer):
         self.span = span = self.cut.spans[sharding.rank]
         self.share = top_k / experts
         self._hidden = hidden
+        # The outputs of a token's experts in fp32, and their sum, which is then added to the residual.
+        self._summed_bytes = hidden * (4 * top_k + sharding.dtype.itemsize) + sharding.added_bytes(hidden)
         *gate_and_up, last = projections
         held = [
             sharding.fused_format([f"{name}.0.{projection}" for projection in gate_and_up], [span, span]),
@@ -204,7 +206,8 @@ class ParallelExperts(Layer):
     def cost(self) -> Cost:
         products = (self.gate_up.products() + self.down.products()) * self.share
         by_format = Products(self.gate_up.format.layout.format, 0, products, of_experts=True)
-        return Cost(experts=(ExpertBytes(self.nbytes(), self.share),), token=products, products=(by_format,))
+        experts = (ExpertBytes(self.nbytes(), self.share),)
+        return Cost(experts=experts, token=products, products=(by_format,), elementwise=self._summed_bytes)
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         yield "expert width", self.cut

@@ -24,6 +24,7 @@ from tilerank.kernels.linear import Activation, GatedActivation, linear
 from tilerank.kernels.tower_ops import gelu
 from tilerank.kernels.weight_formats import Float, Format
 
+from .cost import Cost
 from .parameters import GatedBias, GatedParameter, Layer, PackedParameter, PlainParameter
 from .shard import Cut, Span
 from .sharding import Sharding
@@ -161,7 +162,7 @@ class RowParallelLinear(Linear):
     a sum over the ranks.
 
     span: this rank's part of the inputs, as the layer before yields it: `qkv.q_columns`, `gate_up.span`. The bias is
-    added once, on rank 0.
+    added once, on rank 0. `cost` includes adding the sum to the residual.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class RowParallelLinear(Linear):
         optional_bias: bool = False,
     ) -> None:
         self.span = span
+        self._added_bytes = sharding.added_bytes(out_features)
         super().__init__(out_features, span.size, sharding.format_of(name, columns=span, inputs=in_features), None)
         columns = slice(span.start, span.stop)
         self.weight.fill(f"{name}.weight", (out_features, in_features), slice(0, out_features), columns)
@@ -186,6 +188,9 @@ class RowParallelLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.project(x)
+
+    def cost(self) -> Cost:
+        return super().cost() + Cost(elementwise=self._added_bytes)
 
     def own_columns(self, x: Tensor) -> Tensor:
         """Return what this rank multiplies of inputs that every rank has whole: x[..., in] -> [..., span.size]."""

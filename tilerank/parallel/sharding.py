@@ -236,6 +236,11 @@ class Sharding:
             x, residual, weight, eps, post_weight=post_weight, scale=scale, zero_centered=zero_centered, whole=whole
         )
 
+    def added_bytes(self, columns: int) -> float:
+        """Return the bytes that `add_rms_norm` reads and writes for each row on this rank, which has a share of them:
+        the part, the residual twice and the norm."""
+        return 4 * columns * self.dtype.itemsize / self.size
+
     def gather_columns(self, x: Tensor, starts: Tensor, n: int) -> Tensor:
         """Return [m, n] fp32 whose columns starts[r] to starts[r + 1] are the first columns of x[m, w] of rank r."""
         return x[:, :n] if self.size == 1 else self._group.gather_columns(x, starts, n)

@@ -120,7 +120,7 @@ class QKVParallelLinear(StackedLinear):
     `kv_heads`. `kv_map` [kv_heads, 2] int32, an argument of the attention kernel: for each KV head the first query head
     that it serves, and how many. `q_columns` is this rank's span of the output projection's inputs. head_multiple: what
     head counts are padded to a multiple of, itself a multiple of the number of ranks (default: the number of ranks).
-    `cost` includes the attention over these heads.
+    `cost` includes the attention over these heads, their rotation and storing keys and values.
 
     projections: their names in the checkpoint, or one name if it stores them as one, the queries first. gated: a gate
     of the same size follows each head of the queries (Qwen3.5); then q is [t, q_heads, 2 * head_dim].
@@ -162,6 +162,7 @@ class QKVParallelLinear(StackedLinear):
         formats = sharding.stacked_formats(names, [part.stored for part in rows])
         if held != "q":
             formats[-1] = sharding.value_format(formats[-1])
+        self._kv_columns = 0 if held == "q" else self.kv_heads * head_dim
         parts_held = [Projection(name, [part], format) for name, part, format in zip(names, rows, formats, strict=True)]
         super().__init__(parts_held, hidden, sharding.dtype if bias else None, optional_bias=optional_bias)
 
@@ -175,12 +176,16 @@ class QKVParallelLinear(StackedLinear):
         return queries, keys, values
 
     def cost(self) -> Cost:
-        heads = self.q_heads * self.head_dim
+        heads, itemsize = self.q_heads * self.head_dim, self._activations.itemsize
         attention = {Float(self._activations).operands: 2 * 2 * heads}  # Q K^T and P V
-        return super().cost() + Cost(pair=Work(**attention))
+        # The output gate reads itself and the heads, which it changes in place.
+        gate = 3 * heads * itemsize if self._q_dim > self.head_dim else 0
+        return self.cost_of_caching() + Cost(pair=Work(**attention), elementwise=gate)
 
     def cost_of_caching(self) -> Cost:
-        return super().cost()
+        # Queries and keys are normalised and rotated in place, keys and values are copied into the pages.
+        columns = 2 * (self.q_heads * self.head_dim + self._kv_columns) + 2 * 2 * self._kv_columns
+        return super().cost() + Cost(elementwise=columns * self._activations.itemsize)
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         for name, spans in (("query heads", self.heads.q), ("KV heads", self.heads.kv)):

@@ -89,13 +89,15 @@ class GatedDeltaNet(Mixer[StateSlots]):
         return self.out(gated_norm(o, z, self.norm.data, self._eps))
 
     def cost(self) -> Cost:
-        return super().cost() + self._cost_of_rule()
+        gated = 3 * self.held.value_heads * self.held.value_dim  # outputs and gates, and what they become
+        return super().cost() + self._cost_of_rule() + Cost(elementwise=gated * self._activations.itemsize)
 
     def cost_of_caching(self) -> Cost:
         return self.projection.cost() + self.conv.cost() + self._cost_of_rule()
 
     def _cost_of_rule(self) -> Cost:
-        """The products of the matrices S with k and q, and their updates."""
+        """The products of the matrices S with k and q, their updates, and the convolution of q, k and v."""
         held = self.held
         operations = 6 * held.value_heads * held.key_dim * held.value_dim
-        return Cost(token=Work(**{Float(self._activations).operands: operations}))
+        rule = Work(**{Float(self._activations).operands: operations})
+        return Cost(token=rule, elementwise=2 * held.channels * self._activations.itemsize)

@@ -217,10 +217,17 @@ class LatentAttention(Mixer[LatentPages]):
     def cost(self) -> Cost:
         heads = self.heads.size if self.context_part is None else self.cut.total / self.context_part.ranks
         pairs = Cost(pair=Work(**{Float(self._activations).operands: heads * self._operations}))
-        return super().cost() - self.expand.cost() + pairs  # that of the absorbed form, which has few rows
+        absorbed = super().cost() - self.expand.cost()  # of the absorbed form, which has few rows
+        return absorbed + pairs + self._cost_of_latents()
 
     def cost_of_caching(self) -> Cost:
-        return self.latents.cost() + self.queries.cost()
+        return self.latents.cost() + self.queries.cost() + self._cost_of_latents()
+
+    def _cost_of_latents(self) -> Cost:
+        """The norms of latents, the rotation of queries and of the key, and storing latent and key."""
+        c = self.config
+        in_place = (c.query_latent or 0) + c.latent + (self.heads.size + 1) * c.rope_dim
+        return Cost(elementwise=2 * (in_place + c.latent + c.rope_dim) * self._activations.itemsize)
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         yield "heads", self.cut
