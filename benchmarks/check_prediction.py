@@ -1,7 +1,7 @@
 """Compares what `tilerank plan --machine` predicts with what `tilerank bench model` measures, on this machine.
 
-Six models of a few layers, three formats, TP 1 and 2, batches of 1 and 16. The machine's file is that of
-`tilerank doctor --machine`. Prints a table, and how many figures are within 15 %.
+Six models of a few layers, three formats, TP 1 and 2, batches of 1 and 16, the median of three runs. The machine's file
+is that of `tilerank doctor --machine`. Prints a table, and how many figures are within 15 %.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = {
     "qwen3-30b-a3b": ("--layers", "2", "--experts", "32"),
 }
 FORMATS = {"bfloat16": (), "int8": ("--quantization", "int8"), "int4": ("--quantization", "int4")}
-BATCHES, PROMPT_TOKENS, NEW_TOKENS = (1, 16), 256, 16
+BATCHES, PROMPT_TOKENS, NEW_TOKENS, REPEATS = (1, 16), 256, 16, 3
 TOLERANCE = 0.15
 
 
@@ -56,7 +56,8 @@ def compare(model: Path, tp: int, options: Sequence[str], machine: Path) -> list
     lengths = ("--prompt-tokens", PROMPT_TOKENS, "--batch", ",".join(map(str, BATCHES)))
     common = (model, "--tp", tp, *options, *lengths)
     report = json.loads(tilerank("plan", *common, "--machine", machine, "--json"))
-    measured = json.loads(tilerank("bench", "model", *common, "--new-tokens", NEW_TOKENS, "--repeat", 1, "--json"))
+    runs = ("--new-tokens", NEW_TOKENS, "--repeat", REPEATS)
+    measured = json.loads(tilerank("bench", "model", *common, *runs, "--json"))
     figures = []
     for case in report["prediction"]["cases"]:
         first, step = (_measured(measured, phase, case["batch"]) for phase in ("prefill", "decode"))

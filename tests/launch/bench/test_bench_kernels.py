@@ -186,10 +186,11 @@ def test_small_kernels_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value in {"HIDDEN": 64, "WIDTH": 48, "VOCABULARY": 300, "EXPERTS": 32}.items():
         monkeypatch.setattr(kernels_small, name, value)
     found = entries("--only", "small", "--rows", "3,65")
-    assert (sum(" 3 x" in name for name in found), sum(" 65 x" in name for name in found)) == (20, 14)
+    assert (sum(" 3 x" in name for name in found), sum(" 65 x" in name for name in found)) == (21, 15)
     assert found["argmax 3 x 300 float32"].work == Work(3 * 300 * 4)
     assert found["silu_mul 3 x 48 bfloat16"].work == Work(3 * 3 * 48 * 2)
     assert found["rotary_ 3 x 32+8 x 128 bfloat16"].work == Work(2 * 3 * 40 * 128 * 2)
+    assert found["norm_rotary_ 3 x 32+8 x 128 bfloat16"].work == Work(2 * 3 * 40 * 128 * 2)
     compared = 0
     for name, entry in found.items():
         ours = entry.calls[-1]()

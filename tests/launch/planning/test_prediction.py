@@ -45,6 +45,7 @@ SHARES = Shares(
     source="by hand",
     products={"bf16": FULL, "int8": FULL, "int4_a8": FULL},
     attention={"bfloat16": FULL},
+    elementwise_gbs=1e9,
     step_us=0,
     sequence_us=0,
     layer_us=0,
@@ -120,6 +121,19 @@ def test_a_prompt_takes_the_time_of_its_operations() -> None:
     assert case.tokens_per_s == 1 / case.step_s
 
 
+def test_kernels_between_products_take_the_time_of_their_bytes() -> None:
+    """In a layer, a token adds two sums to the residual, rotates 10 heads in place, and stores 2 keys and 2 values.
+
+    An addition reads and writes four rows of 256. In the last layer, only the token with logits has additions.
+    """
+    machine = changed(READER, nodes=1, read_gbs=1e9, shares=msgspec.structs.replace(SHARES, elementwise_gbs=1.0))
+    sums, heads = 2 * 4 * 256 * 2, (2 * 10 + 2 * 4) * 64 * 2
+    seconds = step_of(machine, 1)
+    prompt = 1000 * (5 * (sums + heads) + heads) + sums
+    assert seconds(StepLoad.prompt(0, 1000, last=True)) == pytest.approx(prompt * 1e-9 / 10, rel=1e-4)
+    assert seconds(StepLoad.decode(3, 100)) == pytest.approx(3 * 6 * (sums + heads) * 1e-9 / 10, rel=1e-3)
+
+
 def test_products_have_the_format_of_their_weights() -> None:
     """int4 keeps the head and the projections to values in int8."""
     work = model_work(read_card(DEMO), torch.bfloat16, Quantization("int4"))
@@ -147,6 +161,10 @@ def test_products_of_experts_have_the_bytes_of_those_that_are_chosen(tmp_path: P
     layer = 2048 * (32 + 2 * 4) * 128 * 2 + 32 * 128 * 2048 * 2 + 128 * 2048 * 2
     chosen = 128 * expert * (1 - (1 - 8 / 128) ** 4)
     assert read == pytest.approx(2 * (layer + chosen) + 151936 * 2048 * 2, rel=1e-3)
+    # A token has two additions to the residual, the sum of 8 experts in fp32, and 32 + 4 heads of 128 to rotate, of
+    # which 4 are stored with their values. In the last layer, only the heads are computed for all tokens.
+    heads = (2 * 36 + 4 * 4) * 128 * 2
+    assert work.body.elementwise == 2 * 4 * 2048 * 2 + 2048 * (8 * 4 + 2) + 2 * heads
 
 
 @pytest.mark.parametrize(
@@ -261,6 +279,9 @@ def test_doctor_writes_what_the_benchmarks_measure(
             kernel("decode attention", "int8", 0.7, 0.35),
             kernel("extend attention", "bfloat16", 0.01, 0.5),
             kernel("window attention", "bfloat16", 0.3, 0.3),
+            kernel("add_rms_norm", "bfloat16", 0.1, 0.0) | {"bytes": 9e6, "seconds": 1e-3},
+            kernel("norm_rotary_", "bfloat16", 0.1, 0.0) | {"bytes": 3e6, "seconds": 2e-3},
+            kernel("silu", "bfloat16", 0.1, 0.0) | {"bytes": 1e9, "seconds": 1.0},
         ],
         "comm": [
             {"operation": "all_reduce", "bytes": 1000, "seconds": 4e-6},
@@ -288,6 +309,7 @@ def test_doctor_writes_what_the_benchmarks_measure(
     shares = shares_of(found)
     assert shares.products == {"int4": [(0.5, 0.9), (8.0, 0.8)]}
     assert shares.attention == {"bfloat16": [(0.25, 0.8), (50.0, 0.5)], "int8": [(0.5, 0.7), (50.0, 0.5)]}
+    assert shares.elementwise_gbs == 1.0  # 12 MB in 3 ms on four cores
 
 
 def test_doctor_does_not_measure_for_a_file_that_cannot_be_written(tmp_path: Path) -> None:

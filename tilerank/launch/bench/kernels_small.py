@@ -56,7 +56,9 @@ def of_hidden_rows(rows: int) -> Iterator[Entry]:
     angles = torch.rand(rows, HEAD_DIM // 2) * 6
     rope = torch.stack([angles.cos(), angles.sin()], 1).to(torch.bfloat16)
     shape = f"{rows} x {HEADS}+{KV_HEADS} x {HEAD_DIM}"
-    yield Entry("rotary_", shape, Work(2 * (q.nbytes + k.nbytes)), [partial(ops.rotary_, q, k, rope)])
+    work, by = Work(2 * (q.nbytes + k.nbytes)), torch.ones(HEAD_DIM, dtype=torch.bfloat16)
+    yield Entry("rotary_", shape, work, [partial(ops.rotary_, q, k, rope)])
+    yield Entry("norm_rotary_", shape, work, [partial(ops.norm_rotary_, q, k, by, by, 1e-6, rope)])
     first = torch.zeros(rows, dtype=torch.int64)  # the factor is 1 there, so that repeated runs leave queries finite
     scale = partial(scale_by_position_, q, first, 0.1, 16384)
     yield Entry("scale_by_position_", f"{rows} x {HEADS} x {HEAD_DIM}", Work(2 * q.nbytes), [scale])

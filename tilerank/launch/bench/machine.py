@@ -20,15 +20,17 @@ from .harness import Row
 from .peaks import Peaks, bench_cores, peaks_from
 
 KERNELS = (
-    *("--only", "linear,attention", "--seconds", "0.15", "--m", "1,2,4,8,16,64,512", "--shape", "2048x2048"),
+    *("--only", "linear,attention,small", "--seconds", "0.1", "--m", "1,2,4,8,16,64,512", "--shape", "2048x2048"),
     *("--formats", "bfloat16,int8,token-int8,int4,int4-a8,mxfp4,mxfp4-a8,fp8,channel-fp8,block-int8,group-int8"),
-    *("--cached-tokens", "1024", "--new-tokens", "512"),
+    *("--cached-tokens", "1024", "--new-tokens", "128,512", "--rows", "512"),
 )
 """The options of `bench kernels` whose rows become the shares: a format of each layout."""
+ELEMENTWISE = ("add_rms_norm", "norm_rotary_")
+"""The kernels between products whose bytes and seconds together are the rate of all of them."""
 SUMS = (8 << 10, 1 << 20)
 """Bytes of the sums over two ranks from which a latency and a rate follow."""
 STEP_US, SEQUENCE_US, LAYER_US = 600.0, 60.0, 5.0
-"""The time outside of products and attention: of `bench model` of Qwen3-0.6B on the Xeon without AMX of
+"""The time outside of kernels, and of starting them: of `bench model` of Qwen3-0.6B on the Xeon without AMX of
 docs/performance.md."""
 
 
@@ -47,7 +49,7 @@ def measure_machine(topology: Topology) -> Machine:
         cores=len(cores) // nodes,
         memory_gib=memory / nodes / (1 << 30),
         **_rates(peaks, nodes),
-        shares=shares_of_rows(kernels),
+        shares=shares_of_rows(kernels, len(cores)),
         between_nodes=exchange_of(sums),
     )
 
@@ -67,8 +69,8 @@ def _rates(peaks: Peaks, nodes: int) -> dict[str, Any]:
     }
 
 
-def shares_of_rows(rows: Iterable[Row]) -> Shares:
-    """Return the shares of the limit in rows of `bench kernels`, by format and balance.
+def shares_of_rows(rows: Iterable[Row], cores: int) -> Shares:
+    """Return the shares of the limit in rows of `bench kernels` on `cores` cores, by format and balance.
 
     Prompts attend to a cache of int8 codes as to one of bfloat16, which alone is measured.
     """
@@ -77,6 +79,7 @@ def shares_of_rows(rows: Iterable[Row]) -> Shares:
     products: dict[str, dict[str, list[Row]]] = {}
     decode: dict[str, list[Row]] = {"bfloat16": [], "int8": []}
     extend: list[Row] = []
+    elementwise: list[Row] = []
     for row in rows:
         if row["kernel"] == "linear":
             # Formats that differ in the size of their groups alone have one layout; the first one stands for all.
@@ -87,11 +90,15 @@ def shares_of_rows(rows: Iterable[Row]) -> Shares:
             decode[row["format"]].append(row)
         elif row["kernel"] == "extend attention":
             extend.append(row)
+        elif row["kernel"] in ELEMENTWISE:
+            elementwise.append(row)
+    rate = sum(row["bytes"] for row in elementwise) / sum(row["seconds"] for row in elementwise)
     return Shares(
-        source="measured by `tilerank bench kernels` on this machine; the times outside of products and attention are "
-        "those of Qwen3-0.6B on a Xeon (docs/performance.md)",
+        source="measured by `tilerank bench kernels` on this machine; the times outside of kernels are those "
+        "of Qwen3-0.6B on a Xeon (docs/performance.md)",
         products={layout: _points(next(iter(by_format.values()))) for layout, by_format in products.items()},
         attention={cache: _points([*found, *extend]) for cache, found in decode.items()},
+        elementwise_gbs=float(f"{rate / cores / 1e9:.4g}"),
         step_us=STEP_US,
         sequence_us=SEQUENCE_US,
         layer_us=LAYER_US,

@@ -34,13 +34,15 @@ class Shares(Struct, frozen=True, forbid_unknown_fields=True):
 
     source: where the figures come from. products: by the format of weights (`Layout.format`), and "attention" by the
     dtype of the cache: points of (balance, share of the limit), in order of balance. The balance of a kernel is the
-    time of its operations over the time of its bytes, both at the peaks: below 1, reading limits it. step_us,
-    sequence_us: outside of kernels, for a step and for each of its sequences. layer_us: of small kernels, for a layer.
+    time of its operations over the time of its bytes, both at the peaks: below 1, reading limits it. elementwise_gbs:
+    what kernels between products read and write, most of it in caches, of a core. step_us, sequence_us: outside of
+    kernels, for a step and for each of its sequences. layer_us: of starting kernels, for a layer.
     """
 
     source: str
     products: dict[str, list[Point]]
     attention: dict[str, list[Point]]
+    elementwise_gbs: Rate
     step_us: Annotated[float, Meta(ge=0, le=1e6)]
     sequence_us: Annotated[float, Meta(ge=0, le=1e6)]
     layer_us: Annotated[float, Meta(ge=0, le=1e6)]

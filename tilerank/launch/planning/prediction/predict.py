@@ -62,8 +62,9 @@ def predicted_step(
 
     hidden = card.text.integer("hidden_size", 1, MAX_WIDTH)
     here = None if machine.hosts == 1 else range(len(placement))
+    shares = shares_of(machine)
     ranks = [
-        RankModel(work_of(model), rank_rates(machine, nodes), len(model.cache_specs()), hidden, card.vocab_size)
+        RankModel(work_of(model), rank_rates(machine, shares, nodes), len(model.cache_specs()), hidden, card.vocab_size)
         for model, nodes in zip(sharded_models(card, tp, options, here), _nodes(machine, placement), strict=True)
     ]
     dtype = options.torch_dtype(card)
@@ -74,7 +75,7 @@ def predicted_step(
             raise LaunchError(f"{machine.name}: expected between_nodes for {tp} ranks, found none")
         sums = SumOfRanks(exchange, dtype.itemsize)
     cache = str(options.torch_kv_dtype(card)).removeprefix("torch.")
-    return step_seconds(ranks, shares_of(machine), cache, sums)
+    return step_seconds(ranks, shares, cache, sums)
 
 
 def _nodes(machine: Machine, placement: Sequence[RankPlacement]) -> list[float]:

@@ -15,23 +15,20 @@ from .machine import Exchange, Machine, Shares, balance_of, share_at
 
 SUMS_PER_LAYER = 2
 """After attention and after the MLP."""
-SMALL_COLUMNS = 24
-"""Columns as wide as the residual that norms, rotations and activations of a layer read and write for each row, with
-queries and keys of three times its width together and an MLP of three: 2 norms of 4, rotations of 2 x 3, and 3 x 3 + 1
-for the activation."""
 _LOGIT_BYTES = 4
 _STATES_IN_PLACE = 2  # a state is read and written
 
 
 @dataclass(frozen=True)
 class RankRates:
-    """The rates of a rank's cores, by the names of `Machine`, a second: bytes and operations."""
+    """The rates of a rank's cores, a second, by the names of `Machine` and `Shares`: bytes and operations."""
 
     read: float
     update: float
     bf16: float
     int8: float
     fp32: float | None
+    elementwise: float
 
     def memory_s(self, work: Work) -> float:
         return work.nbytes / self.read + work.updated / self.update
@@ -44,7 +41,7 @@ class RankRates:
         return work.bf16 / self.bf16 + work.int8 / self.int8 + (work.fp32 / self.fp32 if self.fp32 else 0.0)
 
 
-def rank_rates(machine: Machine, nodes: float) -> RankRates:
+def rank_rates(machine: Machine, shares: Shares, nodes: float) -> RankRates:
     """Return the rates of a rank that has `nodes` nodes, or a part of one."""
     fp32 = machine.fp32_tflops
     return RankRates(
@@ -53,6 +50,7 @@ def rank_rates(machine: Machine, nodes: float) -> RankRates:
         nodes * machine.bf16_tflops * 1e12,
         nodes * machine.int8_tops * 1e12,
         None if fp32 is None else nodes * fp32 * 1e12,
+        nodes * machine.cores * shares.elementwise_gbs * 1e9,
     )
 
 
@@ -112,9 +110,10 @@ def _rank_seconds(rank: RankModel, shares: Shares, cache: str, load: StepLoad) -
     rest = replace(rest, nbytes=max(rest.nbytes - state, 0.0), updated=float(state))
     seconds = sum(_kernel_seconds(_points(shares, format), work, rank.rates) for format, work in products)
     seconds += _kernel_seconds(shares.attention[cache], rest, rank.rates)
-    small = load.rows * rank.hidden * SMALL_COLUMNS * 2 / rank.rates.update
+    elementwise = rank.work.body.elementwise * load.rows + rank.work.end.elementwise * load.logits
+    seconds += elementwise / rank.rates.elementwise
     logits = 2 * load.logits * rank.vocabulary * _LOGIT_BYTES / rank.rates.update  # written, and read for a token
-    return seconds + logits + rank.layers * (shares.layer_us * 1e-6 + small)
+    return seconds + logits + rank.layers * shares.layer_us * 1e-6
 
 
 def products_of(work: ModelWork, load: StepLoad) -> Iterator[tuple[str, Work]]:
