@@ -95,10 +95,12 @@ def test_ranks_read_their_parts_and_add_up() -> None:
     seconds = step_of(READER, 2)(StepLoad.decode(1, 100))
     part = (WEIGHTS - NORMS + 100 * CACHED) / 2 + NORMS
     assert seconds == pytest.approx(part * 1e-9 + 14 * 2e-6, rel=1e-6)
-    slow = step_of(changed(READER, between_nodes=Exchange(2.0, 1e-3)), 2)(StepLoad.decode(5, 100))
-    exchanged = 13 * 5 * 256 * 2 + 5 * 4096 * 4
-    fast = step_of(READER, 2)(StepLoad.decode(5, 100))
-    assert slow - fast == pytest.approx(exchanged / 1e6, rel=1e-6)
+    slow, fast = step_of(changed(READER, between_nodes=Exchange(2.0, 1e-3)), 2), step_of(READER, 2)
+    decode, prompt = StepLoad.decode(5, 100), StepLoad.prompt(0, 100, last=True)
+    assert slow(decode) - fast(decode) == pytest.approx((13 * 5 * 256 * 2 + 5 * 4096 * 4) / 1e6, rel=1e-6)
+    # In the last layer, only the last token of the prompt goes on.
+    exchanged = (11 * 100 + 2) * 256 * 2 + 4096 * 4
+    assert slow(prompt) - fast(prompt) == pytest.approx(exchanged / 1e6, rel=1e-6)
 
 
 def test_ranks_that_share_the_cores_of_a_node_have_a_part_of_its_rate() -> None:

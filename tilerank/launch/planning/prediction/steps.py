@@ -73,10 +73,14 @@ class SumOfRanks:
     itemsize: int
 
     def seconds(self, load: StepLoad, model: RankModel) -> float:
-        """Return the time of the sums of a step: one after the embedding, those of the layers, and the logits."""
-        sums = 1 + SUMS_PER_LAYER * model.layers
-        nbytes = sums * load.rows * model.hidden * self.itemsize + load.logits * model.vocabulary * _LOGIT_BYTES
-        return (sums + 1) * self.exchange.latency_us * 1e-6 + nbytes / (self.exchange.gbs * 1e9)
+        """Return the time of the sums of a step: one after the embedding, those of the layers, and the logits.
+
+        Those of the last layer have the rows with logits alone.
+        """
+        of_layers = SUMS_PER_LAYER * model.layers
+        rows = (1 + of_layers - SUMS_PER_LAYER) * load.rows + SUMS_PER_LAYER * load.logits
+        nbytes = rows * model.hidden * self.itemsize + load.logits * model.vocabulary * _LOGIT_BYTES
+        return (1 + of_layers + 1) * self.exchange.latency_us * 1e-6 + nbytes / (self.exchange.gbs * 1e9)
 
 
 def step_seconds(
