@@ -20,9 +20,9 @@ from .harness import Row
 from .peaks import Peaks, bench_cores, peaks_from
 
 KERNELS = (
-    *("--only", "linear,attention,small", "--seconds", "0.1", "--m", "1,2,4,8,16,64,512", "--shape", "2048x2048"),
+    *("--only", "linear,attention,small", "--seconds", "0.1", "--m", "1,4,8,16,64,256,2048", "--shape", "2048x2048"),
     *("--formats", "bfloat16,int8,token-int8,int4,int4-a8,mxfp4,mxfp4-a8,fp8,channel-fp8,block-int8,group-int8"),
-    *("--cached-tokens", "1024", "--new-tokens", "128,512", "--rows", "512"),
+    *("--cached-tokens", "1024", "--new-tokens", "256,1024", "--rows", "512"),
 )
 """The options of `bench kernels` whose rows become the shares: a format of each layout."""
 ELEMENTWISE = ("add_rms_norm", "norm_rotary_")

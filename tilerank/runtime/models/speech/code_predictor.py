@@ -99,5 +99,6 @@ class CodePredictor(Layer):
     def cost(self) -> Cost:
         """Return the cost of a frame, which counts as one token: every pass reads the layers and a head."""
         layers = self.decoder.cost()
-        passes = Cost.total([layers] * (self.codes - 1)) + Cost(token=layers.token)  # the first has two rows
+        second_row = Cost(token=layers.token, elementwise=layers.elementwise)  # of the first pass
+        passes = Cost.total([layers] * (self.codes - 1)) + second_row
         return passes + Cost.total(head.cost() for head in self.heads)
