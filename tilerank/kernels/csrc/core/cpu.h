@@ -9,7 +9,7 @@ namespace tilerank {
 const char* isa_name(Isa isa);
 
 // A build for tests runs the amx rung on emulated tiles (simd/amx_emulated-inl.h), on any CPU with the avx512_bf16
-// rung.
+// rung. Only files of core/ and those with tiles, *_amx.cpp, are compiled for it (setup.py).
 #ifdef TR_EMULATE_AMX
 constexpr bool kEmulatesAmx = true;
 #else
