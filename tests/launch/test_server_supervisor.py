@@ -269,7 +269,7 @@ def test_sigterm_lets_answers_finish_and_turns_others_away(endless: Options) -> 
 
 def test_sighup_drains_and_sigusr1_does_nothing(endless: Options) -> None:
     ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the server would ignore it
-    with serving("--tp", 2, *endless) as server:
+    with serving("--tp", 1, *endless) as server:
         signal.signal(signal.SIGHUP, ignored)
         with streaming(server), streaming(server, max_tokens=100) as events:
             for pid in server.running.pids():
@@ -284,7 +284,7 @@ def test_sighup_drains_and_sigusr1_does_nothing(endless: Options) -> None:
 
 
 def test_a_second_sigterm_ends_now(endless: Options) -> None:
-    with serving("--tp", 2, *endless) as server:
+    with serving("--tp", 1, *endless) as server:
         with pytest.raises(httpx.RemoteProtocolError), streaming(server) as events:
             server.running.process.send_signal(signal.SIGTERM)
             await_true(lambda: server.get("/health").status_code == 503, 120, "it does not drain")
@@ -295,7 +295,7 @@ def test_a_second_sigterm_ends_now(endless: Options) -> None:
 
 
 def test_an_http_process_that_is_lost_while_it_drains_is_told(endless: Options) -> None:
-    with serving("--tp", 2, *endless) as server:
+    with serving("--tp", 1, *endless) as server:
         with pytest.raises(httpx.RemoteProtocolError), streaming(server) as events:
             server.running.process.send_signal(signal.SIGTERM)
             await_true(lambda: server.get("/health").status_code == 503, 120, "it does not drain")
