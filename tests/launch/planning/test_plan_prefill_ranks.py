@@ -9,6 +9,7 @@ import pytest
 from command import DEMO
 from planning import config_of
 
+from tilerank.launch.bench.public import public_config
 from tilerank.launch.commands import plan as command
 from tilerank.launch.errors import LaunchError
 from tilerank.runtime.protocol.errors import EngineError
@@ -40,9 +41,16 @@ def test_both_groups_hold_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Half of the cache of prefill ranks is the memory through which they give pages to decode ranks." in page
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+def test_windows_are_given_through_as_much_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_of(tmp_path, sliding_window=128, model_type="gemma3_text", head_dim=128)
-    with pytest.raises(EngineError, match=r"--prefill-nodes: .* which keeps a window of the tokens in some layers"):
+    planned(tmp_path, "--tp", 2, "--prefill-nodes", 1, "--json")
+    prefill, decode = json.loads(capsys.readouterr().out)["replicas"]
+    assert prefill["ranks"][0]["window_per_token"] == 2 * decode["ranks"][0]["window_per_token"] > 0
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(public_config("llama-3.2-11b-vision")))
+    with pytest.raises(EngineError, match=r"--prefill-nodes: .* which keeps keys and values of encodings in some layers"):
         planned(tmp_path, "--tp", 2, "--prefill-nodes", 1)
     with pytest.raises(LaunchError, match="expected fewer than the 2 ranks of --tp"):
         planned(DEMO, "--tp", 2, "--prefill-nodes", 2)

@@ -24,7 +24,7 @@ TOKEN_BYTES = 6 * 2 * 2 * 64 * 4
 
 def rank_of(server: Server, group: str) -> int:
     """Return the pid of rank 0 of a group."""
-    variable = {"prefill": "TILERANK_GIVES=", "decode": "TILERANK_TAKES="}[group]
+    variable = {"prefill": "TILERANK_GIVES_PAGES=", "decode": "TILERANK_TAKES_PAGES="}[group]
     (found,) = (
         pid
         for pid in server.running.pids()

@@ -15,9 +15,13 @@ from ranks import run_ranks
 from tiny import make_checkpoint
 
 from tilerank.parallel.join import Team
+from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
-from tilerank.runtime.protocol.events import PrefilledEvent, TokenEvent
+from tilerank.runtime.lead.transfers import page_reads
+from tilerank.runtime.lead.window_pages import WindowPages
+from tilerank.runtime.protocol.areas import Area
+from tilerank.runtime.protocol.events import Event, PrefilledEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.transfer_memory import Transfer
@@ -30,7 +34,12 @@ PROMPT_ALONE = SamplingParams(max_new_tokens=0)
 # In the absorbed form, which this model always has: the other one has other bits.
 DEEPSEEK: dict[str, Any] = {"hidden": 96, "vocab": 4200, "layers": 3, "inter": 200, "moe_inter": 80}
 DEEPSEEK["config"] = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+# A window of which a prompt of some pages needs the last three.
+GPT_OSS: dict[str, Any] = {"heads": 10, "kv_heads": 5, "hidden": 104, "inter": 112, "vocab": 777, "layers": 2}
+GPT_OSS["config"] = {"sliding_window": 70}
+TINY = {"deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS}
 Answer = tuple[list[int], list[float]]
+Slots = list[list[int]]
 
 
 def prompts() -> list[list[int]]:
@@ -52,7 +61,7 @@ def compute(engine: Engine, *some: list[int]) -> list[PrefilledEvent]:
     return sorted(found, key=lambda event: event.request)
 
 
-def ask(engine: Engine, prompt: list[int], slots: list[int], salt: str = "", **params: Any) -> Answer:
+def ask(engine: Engine, prompt: list[int], slots: Slots, salt: str = "", **params: Any) -> Answer:
     asked = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=1, **params)
     tokens = [
         event
@@ -62,18 +71,18 @@ def ask(engine: Engine, prompt: list[int], slots: list[int], salt: str = "", **p
     return [event.token_id for event in tokens], [event.logprobs.chosen for event in tokens if event.logprobs]
 
 
-def config_of(fd: int, dtype: str, kv_dtype: str | None, *, gives: bool) -> RankConfig:
+def config_of(files: list[str], dtype: str, kv_dtype: str | None, *, gives: bool) -> RankConfig:
     return RankConfig(
         dtype=getattr(torch, dtype),
         kv_dtype=getattr(torch, kv_dtype) if kv_dtype else None,
         max_total_tokens=2560,
-        transfer=Transfer(fd, gives),
+        transfer=Transfer(tuple(os.open(file, os.O_RDWR) for file in files), gives),
     )
 
 
-def given(team: Team, *, model: str, file: str, **dtypes: Any) -> list[list[int]]:
+def given(team: Team, *, model: str, files: list[str], **dtypes: Any) -> list[Slots]:
     """Compute the prompts on prefill ranks and return the slots of each, on rank 0."""
-    worker = Worker(Path(model), team, config_of(os.open(file, os.O_RDWR), gives=True, **dtypes))
+    worker = Worker(Path(model), team, config_of(files, gives=True, **dtypes))
     if team.group.rank != 0:
         worker.follow()
         return []
@@ -82,10 +91,10 @@ def given(team: Team, *, model: str, file: str, **dtypes: Any) -> list[list[int]
     return [event.slots for event in found]
 
 
-def taken(team: Team, *, model: str, file: str, slots: list[list[int]], **dtypes: Any) -> dict[str, Any]:
+def taken(team: Team, *, model: str, files: list[str], slots: list[Slots], **dtypes: Any) -> dict[str, Any]:
     """Return, on rank 0, greedy and sampled answers that continue pages of prefill ranks, those of prompts that are
     computed here, and how many pages were taken."""
-    worker = Worker(Path(model), team, config_of(os.open(file, os.O_RDWR), gives=False, **dtypes))
+    worker = Worker(Path(model), team, config_of(files, gives=False, **dtypes))
     if team.group.rank != 0:
         worker.follow()
         return {}
@@ -108,8 +117,9 @@ def taken(team: Team, *, model: str, file: str, slots: list[list[int]], **dtypes
         (1, 1, "demo", "bfloat16", "int8"),
         (2, 2, "demo", "bfloat16", None),
         (2, 2, "deepseek_v3", "bfloat16", None),
-        (2, 1, "demo", "float32", None),
-        (1, 2, "demo", "float32", None),
+        (1, 1, "gpt_oss", "bfloat16", None),
+        (2, 1, "gpt_oss", "float32", None),
+        (1, 2, "gpt_oss", "float32", None),
         (3, 2, "demo", "float32", None),
         (1, 2, "deepseek_v3", "float32", None),
     ],
@@ -118,17 +128,22 @@ def test_texts_are_those_of_ranks_that_do_both(
     tmp_path: Path, prefill: int, decode: int, family: str, dtype: str, kv_dtype: str | None
 ) -> None:
     """Bit for bit where both groups cut the model alike, and otherwise up to the rounding of sums."""
-    model = DEMO if family == "demo" else make_checkpoint(family, tmp_path, seed=5, **DEEPSEEK)
-    file = tmp_path / "pages"
-    file.touch()
-    kwargs: dict[str, Any] = {"model": str(model), "file": str(file), "dtype": dtype, "kv_dtype": kv_dtype}
+    model = DEMO if family == "demo" else make_checkpoint(family, tmp_path, seed=5, **TINY[family])
+    files = [tmp_path / area.name for area in Area]
+    for file in files:
+        file.touch()
+    kwargs: dict[str, Any] = {"model": str(model), "files": [*map(str, files)], "dtype": dtype, "kv_dtype": kv_dtype}
     here = "tests.runtime.prefill_ranks.test_prefill_ranks"
     slots = run_ranks(prefill, f"{here}:given", kwargs=kwargs)[0]
-    # Of the prompt that begins like the first, three pages are in the slots of that one.
-    assert slots == [[0, 1, 2, 3], [4, 5], [6], [0, 1, 2, 7, 8]]
+    # Of the prompt that begins like the first, three pages are in the slots of that one. A page that ends with the
+    # prompt is not given.
+    assert [one[Area.PAGES] for one in slots] == [[0, 1, 2, 3], [4], [5], [0, 1, 2, 6, 7]]
+    windows = [[0, 1, 2], [3], [4], [1, 5, 6]] if family == "gpt_oss" else [[]] * 4
+    assert [one[Area.WINDOW_PAGES] for one in slots] == windows
     found = run_ranks(decode, f"{here}:taken", kwargs=kwargs | {"slots": slots})[0]
-    # A page that ends with the prompt is not taken, and of the last prompt three pages are in the tree.
-    assert found["pages"] == [4 + 1 + 1 + 2, 0, 2 * sum(LENGTHS)]
+    # Of the last prompt, three pages are in the tree, but not the window at their end.
+    pages = 4 + 1 + 1 + (2 if family != "gpt_oss" else 5 + 3 + 1 + 1 + 3)
+    assert found["pages"] == [pages, 0, 2 * sum(LENGTHS)]
     for name in ("greedy", "sampled"):
         apart, together = found[name], found[f"{name} computed here"]
         if prefill == decode:
@@ -138,35 +153,38 @@ def test_texts_are_those_of_ranks_that_do_both(
             assert logprobs == pytest.approx(same_logprobs, abs=1e-3)
 
 
-@pytest.fixture
-def file() -> Iterator[int]:
-    fd = os.memfd_create("pages")
-    yield fd
-    os.close(fd)
+@pytest.fixture(scope="module")
+def files() -> Iterator[tuple[int, ...]]:
+    fds = tuple(os.memfd_create("pages") for _ in Area)
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+def engine_of(model: Path, files: tuple[int, ...], *, gives: bool, tokens: int = 640) -> Engine:
+    config = RankConfig(dtype=torch.float32, max_total_tokens=tokens, eager=True, transfer=Transfer(files, gives))
+    return Engine(Worker(model, single(), config))
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def engine(files: tuple[int, ...]) -> Engine:
     """A prefill rank whose cache, and the memory beside it, has six pages."""
-    fd = os.memfd_create("pages")
-    config = RankConfig(dtype=torch.float32, max_total_tokens=192, eager=True, transfer=Transfer(fd, True))
-    yield Engine(Worker(DEMO, single(), config))
-    os.close(fd)
+    return engine_of(DEMO, files, gives=True, tokens=192)
 
 
 def test_prompts_wait_while_all_slots_are_pinned(engine: Engine) -> None:
     """Slots are pinned until the request is cancelled. Then others have them; those of a prompt that comes again keep
     its pages."""
-    first, other = prompts()[0], prompts()[3][100:164]
+    first, other = prompts()[0], prompts()[3][100:165]
     (one,) = compute(engine, first)
     assert (engine.state().transfer_slots, engine.state().transfer_slots_used) == (6, 4)
     (two,) = compute(engine, other)
-    assert engine.state().transfer_slots_used == 6 and not {*one.slots} & {*two.slots}
+    assert engine.state().transfer_slots_used == 6 and not {*one.slots[0]} & {*two.slots[0]}
     waiting = engine.submit(Request(Prompt(prompts()[1]), PROMPT_ALONE))
     assert [engine.step() for _ in range(3)] == [[]] * 3 and engine.busy
     engine.cancel(two.request)
     (event,) = (event for event in engine.step() if isinstance(event, PrefilledEvent))
-    assert event.request == waiting and {*event.slots} == {*two.slots}
+    assert event.request == waiting and {*event.slots[0]} < {*two.slots[0]}
     given = engine.state().given_pages
     for request in (one.request, waiting):
         engine.cancel(request)
@@ -178,18 +196,86 @@ def test_prompts_wait_while_all_slots_are_pinned(engine: Engine) -> None:
 
 def test_a_prompt_that_is_cancelled_pins_nothing(engine: Engine) -> None:
     engine.scheduler.chunk_rows = 32
-    running = engine.submit(Request(Prompt(prompts()[1][::-1]), PROMPT_ALONE))
-    assert engine.step() == [] and engine.state().transfer_slots_used == 2
+    running = engine.submit(Request(Prompt(prompts()[0][::-1]), PROMPT_ALONE))
+    assert engine.step() == [] and engine.state().transfer_slots_used == 4
     engine.cancel(running)
     assert not engine.busy and engine.state().transfer_slots_used == 0
+    engine.scheduler.chunk_rows = 2048
 
 
-def test_pages_that_are_gone_are_computed(engine: Engine, file: int) -> None:
-    """Another memory file has none of them: as if the prefill ranks had started again."""
-    config = RankConfig(dtype=torch.float32, max_total_tokens=640, eager=True, transfer=Transfer(file, False))
-    decode = Engine(Worker(DEMO, single(), config))
-    (given,) = compute(engine, prompts()[0])
-    engine.cancel(given.request)
-    answer = ask(decode, prompts()[0], given.slots)
-    assert answer == ask(decode, prompts()[0], [], "computed here")
-    assert (decode.state().taken_pages, decode.state().missed_prompts) == (0, 1)
+@pytest.fixture(scope="module", params=["gpt_oss"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: tuple[int, ...]
+) -> tuple[Engine, Engine]:
+    """A prefill rank and a decode rank of a model that keeps more than pages."""
+    model = make_checkpoint(request.param, tmp_path_factory.mktemp("pair"), seed=5, **TINY[request.param])
+    return engine_of(model, files, gives=True), engine_of(model, files, gives=False)
+
+
+def unused(engine: Engine) -> bool:
+    """Return whether no sequence has any page."""
+    pools = [kind.pool for kind in engine.scheduler.kinds if isinstance(kind, WindowPages)]
+    return engine.state().cache_used == 0 and not any(pool.pinned for pool in pools)
+
+
+def test_pages_that_are_gone_are_computed(pair: tuple[Engine, Engine]) -> None:
+    """The slots of another prompt have other pages: as if the prefill ranks had started again. The first prompt has
+    nothing in the tree, and the second has a beginning there, whose window is released before pages are missed."""
+    prefill, decode = pair
+    first, longer = prompts()[0][::-1], [*prompts()[0][::-1], *prompts()[3]]
+    (given,) = compute(prefill, [*first[1:], *longer])
+    prefill.cancel(given.request)
+    for prompt, pages in ((first, 4), (longer, 9)):
+        before, slots = decode.state(), [given.slots[0][:pages], *given.slots[1:]]
+        answer = ask(decode, prompt, slots)
+        assert decode.state().missed_prompts == before.missed_prompts + 1
+        assert decode.state().taken_pages == before.taken_pages and unused(decode)
+        assert answer == ask(decode, prompt, [], f"computed here {pages}")
+
+
+def test_what_is_taken_in_pieces_may_be_interrupted(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a cancellation, which leaves nothing, and by a preemption, after which it is taken again."""
+    monkeypatch.setattr(page_reads, "PIECE_BYTES", 1)
+    for name in ("BESIDE_S", "ALONE_S"):
+        monkeypatch.setattr(media_encoding, name, 0.0)
+    prefill, decode = pair
+    prompt = prompts()[3][::-1]
+    (given,) = compute(prefill, prompt)
+    request = Request(Prompt(prompt), SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=1), slots=given.slots)
+    cancelled = decode.submit(request)
+    before, missed = decode.state().taken_pages, decode.state().missed_prompts
+    while decode.state().taken_pages < before + 4:
+        assert decode.step() == []
+    decode.cancel(cancelled)
+    assert decode.step() == [] and unused(decode)
+    decode.submit(request)
+    before = decode.state().taken_pages
+    while decode.state().taken_pages < before + 4:
+        assert decode.step() == []
+    decode.scheduler.preempt()
+    decode.encoding.stop_if_unused()
+    found: list[Event] = []
+    while decode.busy:
+        found += decode.step()
+    taken = decode.state().taken_pages - before
+    assert taken > sum(map(len, given.slots)) and decode.state().missed_prompts == missed
+    tokens = [event for event in found if isinstance(event, TokenEvent) and event.logprobs is not None]
+    answer = [event.token_id for event in tokens], [event.logprobs.chosen for event in tokens if event.logprobs]
+    assert answer == ask(decode, prompt, [], "computed here")
+    prefill.cancel(given.request)
+
+
+def test_a_prompt_that_the_cache_has_is_given_at_once(pair: tuple[Engine, Engine]) -> None:
+    """Another end than that of a prompt before leaves nothing to compute for prefill ranks."""
+    prefill, decode = pair
+    first = [7, *prompts()[3]]
+    (one,) = compute(prefill, first)
+    before = prefill.state()
+    (two,) = compute(prefill, [*first[:-3], 1, 2, 3])
+    assert two.slots == one.slots
+    assert (prefill.state().prompt_tokens, prefill.state().given_pages) == (before.prompt_tokens, before.given_pages)
+    for event in (one, two):
+        prefill.cancel(event.request)
+    assert unused(prefill) and prefill.state().transfer_slots_used == 0

@@ -80,9 +80,9 @@ def test_the_prompt_is_computed_before_the_answer() -> None:
         submit = await prefill.receive()
         assert isinstance(submit, Submit) and submit.prompt.token_ids == LONG.token_ids
         assert (submit.params, submit.seeds, submit.slots) == (SamplingParams(max_new_tokens=0), [0], [])
-        prefill.tell(PrefilledEvent(submit.number, [4, 7, 5], Start(64, 2.0)))
+        prefill.tell(PrefilledEvent(submit.number, [[4, 7, 5], [2]], Start(64, 2.0)))
         request = await decode.receive()
-        assert isinstance(request, Submit) and (request.params, request.slots) == (PARAMS, [4, 7, 5])
+        assert isinstance(request, Submit) and (request.params, request.slots) == (PARAMS, [[4, 7, 5], [2]])
         decode.tell(TokenEvent(request.number, 9, 0.0, "length", start=Start(32, 0.5)))
         assert await prefill.receive() == Cancel(submit.number)
         (token,) = await answer
@@ -164,10 +164,12 @@ def test_a_request_that_ends_early_is_cancelled_where_it_is() -> None:
         submit = await prefill.receive()
         answer.cancel()
         assert await prefill.receive() == Cancel(submit.number)
-        prefill.tell(PrefilledEvent(submit.number, [1]), EndedEvent(submit.number))  # computed before it was cancelled
+        prefill.tell(
+            PrefilledEvent(submit.number, [[1]]), EndedEvent(submit.number)
+        )  # computed before it was cancelled
         answer = asyncio.create_task(tokens_of(client))
         submit = await prefill.receive()
-        prefill.tell(PrefilledEvent(submit.number, [0]))
+        prefill.tell(PrefilledEvent(submit.number, [[0]]))
         request = await decode.receive()
         assert request.number == 1
         answer.cancel()
@@ -187,9 +189,9 @@ def test_choices_share_a_prompt_and_may_end_alone() -> None:
             await asyncio.sleep(0)
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
-            prefill.tell(PrefilledEvent(submit.number, [0, 1, 2]))
+            prefill.tell(PrefilledEvent(submit.number, [[0, 1, 2]]))
             request = await decode.receive()
-            assert (request.seeds, request.slots) == ([5, 6, 7], [0, 1, 2])
+            assert (request.seeds, request.slots) == ([5, 6, 7], [[0, 1, 2]])
             assert await decode.receive() == Cancel(request.number + 1)
             for number in (0, 2):
                 decode.tell(TokenEvent(request.number + number, number, 0.0, "length"))

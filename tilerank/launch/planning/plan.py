@@ -59,6 +59,7 @@ def plan_model(
     models, draft_models = sharded_models(card, tp, options, here), _draft_models(card, options, shardings)
     with_states = has_states(models[0].cache_specs())
     heads = next(models[0].head_cuts(), None)
+    caches = 2 if options.gives_pages else 1  # the memory between the groups is as large as the cache
     ranks = tuple(
         RankShare(
             where,
@@ -66,10 +67,9 @@ def plan_model(
             part.speaker.nbytes() if part.speaker else 0,
             draft.nbytes() if draft else 0,
             weights=part.nbytes() + (draft.nbytes() if draft else 0),
-            cache_per_token=bytes_per_token(part.cache_specs() + (draft.cache_specs() if draft else []))
-            * (2 if options.gives_pages else 1),
-            window_per_token=bytes_per_window_token(part.cache_specs()),
-            state=bytes_per_state(part.cache_specs()),
+            cache_per_token=caches * bytes_per_token(part.cache_specs() + (draft.cache_specs() if draft else [])),
+            window_per_token=caches * bytes_per_window_token(part.cache_specs()),
+            state=caches * bytes_per_state(part.cache_specs()),
             media=options.mm_cache_bytes if part.encoder else 0,
             speech=speech_bytes(part.speaker, tokens=TALKER_TOKENS, sequences=MAX_RUNNING, ranks=tp)
             if part.speaker

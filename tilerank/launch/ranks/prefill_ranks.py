@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from tilerank.runtime.protocol.areas import Area
+
 from ..errors import LaunchError
 from ..host.placement import divide_placement
 from ..host.topology import read_topology
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 PREFILL, DECODE = "the prefill group", "the decode group"
 _GIVES, _TAKES = "TILERANK_GIVES", "TILERANK_TAKES"
-"""In the environment of a prefill rank, and of a decode rank: the memory file through which pages go."""
+"""In the environment of a prefill rank, and of a decode rank: how the variables begin that have the memory file of each
+area through which pages go."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,22 +77,29 @@ def two_groups(args: argparse.Namespace, identity: Identity) -> list[HostRanks]:
     prefill, decode = group_sizes(args, size)
     whole = start.own_placement(args, identity, machine, size)
     first, second = divide_placement(whole, [prefill, decode])
-    memory = os.memfd_create("tilerank-pages")  # this process holds it while ranks start again
-    giving = HostRanks(args, prefill, range(prefill), first, PREFILL, {_GIVES: memory})
-    giving.own_memory(memory)
-    return [giving, HostRanks(args, decode, range(decode), second, DECODE, {_TAKES: memory})]
+    files = [os.memfd_create("tilerank-pages") for _ in Area]  # this process holds them while ranks start again
+    gives, takes = (dict(zip(_variables(begin), files, strict=True)) for begin in (_GIVES, _TAKES))
+    giving = HostRanks(args, prefill, range(prefill), first, PREFILL, gives)
+    for file in files:
+        giving.own_memory(file)
+    return [giving, HostRanks(args, decode, range(decode), second, DECODE, takes)]
+
+
+def _variables(begin: str) -> list[str]:
+    return [f"{begin}_{area.name}" for area in Area]
 
 
 def transfer_of(env: Mapping[str, str]) -> Transfer | None:
     """Return the part of this rank in a server with prefill ranks; None if all ranks do both."""
     from tilerank.runtime.rank.transfer_memory import Transfer
 
-    for variable, gives in ((_GIVES, True), (_TAKES, False)):
-        if variable in env:
-            return Transfer(int(env[variable]), gives)
+    for begin, gives in ((_GIVES, True), (_TAKES, False)):
+        variables = _variables(begin)
+        if variables[0] in env:
+            return Transfer(tuple(int(env[variable]) for variable in variables), gives)
     return None
 
 
 def gives_pages(env: Mapping[str, str]) -> bool:
     """Return whether this rank is a prefill rank."""
-    return _GIVES in env
+    return _variables(_GIVES)[0] in env

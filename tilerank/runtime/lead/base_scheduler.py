@@ -76,10 +76,14 @@ class BaseScheduler(Generic[S]):
     def preempt(self) -> S:
         """Move the youngest running sequence to its place in the queue, and return it."""
         youngest = self.running[-1]
-        self.release(youngest)
-        insort(self.waiting, youngest, key=_arrival)
+        self.requeue(youngest)
         self.preemptions += 1
         return youngest
+
+    def requeue(self, sequence: S) -> None:
+        """End the run of a sequence, and move it to its place in the queue."""
+        self.release(sequence)
+        insort(self.waiting, sequence, key=_arrival)
 
     def release(self, sequence: S, *, share: bool = True) -> None:
         """End the run of a sequence, and release what it has."""

@@ -7,8 +7,9 @@ schedulers loop over the kinds of their model and name none.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
+from ..protocol.areas import Area
 from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import Chunk, Step
 from ..rank.worker import Worker
@@ -89,6 +90,10 @@ class CacheKind(Generic[S]):
     def publish(self, sequence: S) -> None:
         """Share what the computed step of a sequence has filled, and release what it does not need any more."""
 
+    def continuable(self, sequence: S, tokens: int) -> int:
+        """Return the last place, at most `tokens`, at which other ranks can continue the prompt of a sequence."""
+        return tokens
+
     def will_share(self, running: S, waiting: S) -> bool:
         """Return whether a running sequence is about to fill what a waiting one could share, and plan that it does."""
         return True
@@ -105,6 +110,28 @@ class CacheKind(Generic[S]):
 
     def report(self, state: EngineState) -> None:
         """Set the fields of `state` that are about this kind."""
+
+
+class MovedKind(CacheKind[S], ABC):
+    """A kind of cache of which prefill ranks give pages to decode ranks, each named by the digest of its tokens.
+
+    area: of the memory between them.
+    """
+
+    area: ClassVar[Area]
+
+    @abstractmethod
+    def moved_keys(self, sequence: S, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the digests of the pages from which a sequence is continued. digests: of all pages before."""
+
+    @abstractmethod
+    def given(self, sequence: S, pages: int) -> list[int]:
+        """Return the numbers of these pages of a running sequence of which exactly `pages` pages are computed."""
+
+    @abstractmethod
+    def take(self, sequence: S, pages: int) -> list[int | None]:
+        """Let a sequence that is admitted, and of which nothing is computed yet, hold the pages from which it is
+        continued after `pages` pages. Returns their numbers to be filled, None for a page that the tree has."""
 
 
 class WorkInPieces(ABC):

@@ -1,7 +1,7 @@
 """The kinds of cache that a model has."""
 
 from ..rank.worker import Worker
-from .cache_kind import CacheKind
+from .cache_kind import CacheKind, MovedKind
 from .encodings import EncoderCache
 from .pages import PagePool
 from .sequence import Sequence
@@ -17,15 +17,20 @@ def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]
     """Return the kinds of cache of a model, in the order in which they are asked at admission: states, pages of windows
     and sources before the pages, which depend on the first two, and these before what continues them elsewhere and the
     encodings of what they do not hold."""
-    beside: list[CacheKind[Sequence]] = [StatePool(worker.states)] if worker.states else []
-    beside += [WindowPages(worker.window_pages, worker.window)] if worker.window else []
+    states = [StatePool(worker.states)] if worker.states else []
+    windows: list[MovedKind[Sequence]] = [WindowPages(worker.window_pages, worker.window)] if worker.window else []
+    beside: list[CacheKind[Sequence]] = [*states, *windows]
     # The worker keeps the keys and values of cross-attention in the other half.
     encodings = EncoderCache(mm_cache_bytes // 2 if worker.source_pages else mm_cache_bytes)
     sources = [SourcePool(worker.source_pages, encodings)] if worker.source_pages else []
     pages = PagePool(worker.pages, beside)
-    moved: list[CacheKind[Sequence]] = []
+    elsewhere: list[CacheKind[Sequence]] = []
     if worker.store is not None:
-        moved = [StoredPages(worker, worker.store, pages, [encodings])]
+        elsewhere = [StoredPages(worker, worker.store, pages, [encodings])]
     if (memory := worker.transfers) is not None:
-        moved = [GivenPages(worker, memory, pages) if memory.slots else TakenPages(worker, memory, pages, [encodings])]
-    return [*beside, *sources, pages, *moved, encodings]
+        elsewhere = [
+            GivenPages(worker, memory, [*windows, pages])
+            if memory.gives
+            else TakenPages(worker, memory, windows, pages, [encodings])
+        ]
+    return [*beside, *sources, pages, *elsewhere, encodings]

@@ -58,7 +58,7 @@ class EncoderCache(CacheKind[Sequence]):
             )
 
     def reserve(self, sequence: Sequence) -> bool:
-        media = _media_from(sequence.prompt, sequence.cached)
+        media = _media_left(sequence)
         if sequence.stores_source:
             media = list(range(len(sequence.encoding_bytes)))
         pinned = self.pool.pin(_wanted(sequence, media))
@@ -81,9 +81,12 @@ class EncoderCache(CacheKind[Sequence]):
         tokens attend to all of it is not cut."""
         encodings = self.of(sequence)
         for run in sequence.prompt.placeholder_ranges if encodings else ():
-            if run.start + run.count > sequence.cached and not encodings[run.medium].ready:
+            if run.medium in encodings and run.start + run.count > sequence.cached and not encodings[run.medium].ready:
                 tokens = max(min(tokens, run.start // PAGE_TOKENS * PAGE_TOKENS - sequence.cached), 0)
                 break
+        return sequence.whole_rows(tokens)
+
+    def continuable(self, sequence: Sequence, tokens: int) -> int:
         return sequence.whole_rows(tokens)
 
     def work(self, sequence: Sequence) -> WorkInPieces | None:
@@ -99,7 +102,7 @@ class EncoderCache(CacheKind[Sequence]):
 
     def publish(self, sequence: Sequence) -> None:
         if encodings := self.of(sequence):
-            left = _media_from(sequence.prompt, sequence.cached)
+            left = _media_left(sequence)
             for medium in encodings.keys() - left:
                 self.pool.unpin(encodings.pop(medium))
 
@@ -138,9 +141,11 @@ def _wanted(sequence: Sequence, media: Iterable[int]) -> list[Encoding]:
     return [Encoding(prompt.digests[i], sequence.encoding_bytes[i], medium=prompt.media[i]) for i in media]
 
 
-def _media_from(prompt: Prompt, index: int) -> list[int]:
-    """Return the media that stand for tokens from `index` on, in the order of the prompt."""
-    return list(dict.fromkeys(run.medium for run in prompt.placeholder_ranges if run.start + run.count > index))
+def _media_left(sequence: Sequence) -> list[int]:
+    """Return the media that stand for tokens which are not computed yet, in the order of the prompt."""
+    first, stop = sequence.cached, sequence.length
+    runs = [run for run in sequence.prompt.placeholder_ranges if run.start + run.count > first and run.start < stop]
+    return list(dict.fromkeys(run.medium for run in runs))
 
 
 def _placeholder_ranges(prompt: Prompt, encodings: dict[int, Encoding], chunk: Chunk) -> Iterator[PlaceholderRange]:

@@ -52,7 +52,7 @@ class Request:
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
     rules: LogitsRules | None = None
-    slots: list[int] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)
 
 
 class Engine:
@@ -148,6 +148,8 @@ class Engine:
 
     def _step_texts(self) -> list[Event]:
         ended = self._collect_grammar_masks()
+        if self._given_pages is not None:  # a prompt may come from the cache whole
+            ended += [self._end_prompt(sequence) for sequence in list(self.scheduler.running) if not sequence.uncached]
         self.encoding.advance(self.scheduler.next_work(), alone=not self.scheduler.can_step)
         scheduled = self.scheduler.schedule()
         self.encoding.stop_if_unused()
@@ -227,6 +229,8 @@ class Engine:
     def _add(self, sequence: Sequence) -> int:
         if sequence.params.grammar is not None:
             sequence.grammar_mask = self._grammar_masks.open(sequence.params.grammar)
+        if self._given_pages is not None:
+            sequence.cut(self.scheduler.continuable(sequence))
         self._requests[sequence.request] = sequence
         self.scheduler.add(sequence)
         if sequence.talker is not None:

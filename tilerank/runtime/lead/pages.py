@@ -13,15 +13,16 @@ import hashlib
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
+from ..protocol.areas import Area
 from ..protocol.engine_state import EngineState
 from ..protocol.errors import EngineError
 from ..protocol.rank_messages import Chunk, Step
 from ..step.cache import num_pages
-from .cache_kind import CacheKind, PagedSequence
+from .cache_kind import CacheKind, MovedKind, PagedSequence
 
 
 @dataclass(eq=False)
@@ -58,9 +59,11 @@ class PageTable:
         return len(self.numbers)
 
 
-class PagePool(CacheKind[PagedSequence]):
+class PagePool(MovedKind[PagedSequence]):
     """All pages of the cache, numbered from 0 to `pages` - 1. beside: the other kinds of cache that a sequence has to
     continue where it continues pages of the tree."""
+
+    area: ClassVar = Area.PAGES
 
     def __init__(self, pages: int, beside: abc.Sequence[CacheKind[Any]] = ()) -> None:
         self.total = pages
@@ -181,6 +184,20 @@ class PagePool(CacheKind[PagedSequence]):
     def will_share(self, running: PagedSequence, waiting: PagedSequence) -> bool:
         end = (len(self.tables[running].shared) + 1) * PAGE_TOKENS
         return end < min(running.length, waiting.length) and running.keys[:end] == waiting.keys[:end]
+
+    def continuable(self, sequence: PagedSequence, tokens: int) -> int:
+        return tokens // PAGE_TOKENS * PAGE_TOKENS
+
+    def moved_keys(self, sequence: PagedSequence, digests: abc.Sequence[bytes]) -> abc.Sequence[bytes]:
+        return digests
+
+    def given(self, sequence: PagedSequence, pages: int) -> list[int]:
+        return self.tables[sequence].numbers[:pages]
+
+    def take(self, sequence: PagedSequence, pages: int) -> list[int | None]:
+        table = self.tables[sequence]
+        first = len(table.shared)
+        return [*[None] * first, *table.numbers[first:pages]]
 
     def report(self, state: EngineState) -> None:
         state.cache_used = 1 - self.free / self.total

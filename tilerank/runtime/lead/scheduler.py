@@ -47,6 +47,9 @@ class Scheduler(BaseScheduler[Sequence]):
 
         Empty only if no sequence is left, or if all that are left wait for their grammar masks or for encodings.
         """
+        for sequence in [sequence for sequence in self.running if sequence.is_lost]:
+            sequence.is_lost = False
+            self.requeue(sequence)
         scheduled = self._schedule_decoding()
         rows = self.chunk_rows
         for sequence in self.running:
@@ -93,6 +96,16 @@ class Scheduler(BaseScheduler[Sequence]):
             before = tokens
             for kind in self.kinds:
                 tokens = kind.limit(sequence, tokens)
+        return tokens
+
+    def continuable(self, sequence: Sequence) -> int:
+        """Return how many of the first tokens of a prompt other ranks can take, and compute those after them. Every
+        kind of cache may lower the number, and is asked until none does."""
+        before, tokens = -1, sequence.prompt_len - 1
+        while tokens != before:
+            before = tokens
+            for kind in self.kinds:
+                tokens = kind.continuable(sequence, tokens)
         return tokens
 
     def _schedule_decoding(self) -> Scheduled:

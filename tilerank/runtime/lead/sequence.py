@@ -30,10 +30,11 @@ class Sequence:
     whole_tokens: as in Encoder; 0 for a model without one.
     is_whole: whether all of its tokens attend to each other, so that one chunk has all of them, and none of them comes
         from the cache.
-    slots: in which the pages of its prompt are that prefill ranks have computed (rank/transfer_memory.py), in order.
+    slots: of each area, with what prefill ranks have computed of its prompt (transfers/given_pages.py).
     tokens: the prompt and the tokens generated so far; the KV cache holds the first `cached` of them.
-    keys: what their pages are shared by (prompt.py).
+    keys: what their pages are shared by (prompt.py). Of a prompt that is cut, there are two more.
     number: names the sequence in messages to the ranks; a new one for each admission, -1 while it waits.
+    is_lost: whether some of what was in the slots is gone, so that it has to wait again.
     stores_source: whether its source has to be stored, for which it needs the encodings of all of its media.
     snapshots_at: numbers of cached tokens at which snapshots of its states are to be taken.
     admitted_s: when it was first admitted, on the clock of `time.monotonic`, with the first `hits` tokens in the cache;
@@ -52,12 +53,13 @@ class Sequence:
     all_logits: bool = False
     whole_tokens: int = 0
     is_whole: bool = False
-    slots: list[int] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)
     tokens: list[int] = field(init=False)
     keys: list[int] = field(init=False)
     number: int = -1
     grammar_mask: GrammarMask | None = None
     cached: int = 0
+    is_lost: bool = False
     stores_source: bool = False
     snapshots_at: set[int] = field(default_factory=set)
     admitted_s: float | None = None
@@ -68,6 +70,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens, self.keys = list(self.prompt.token_ids), list(self.prompt.keys)
+
+    def cut(self, tokens: int) -> None:
+        """Compute only the first tokens of the prompt, for ranks that compute the others. No logits are needed of them,
+        so that the cache may have them all."""
+        del self.tokens[tokens:], self.keys[tokens + 2 :]
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
@@ -153,7 +160,7 @@ class Sequence:
         """How many tokens may be drafted after the next one: none before the first token is generated, nor in a text
         that is spoken or whose hidden states are asked for."""
         generated = len(self.tokens) - self.prompt_len
-        if not generated or self.talker is not None or self.all_logits:
+        if generated <= 0 or self.talker is not None or self.all_logits:
             return 0
         return max(self.params.max_new_tokens - generated - 1, 0)
 

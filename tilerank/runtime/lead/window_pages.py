@@ -13,14 +13,16 @@ end of a prompt, where a prompt leaves the tree, and at the end of a sequence. T
 from collections import abc
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
+from ..protocol.areas import Area
 from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import Step
 from ..protocol.sizes import PREFILL_CHUNK
 from ..step.cache import num_pages
-from .cache_kind import CacheKind
+from .cache_kind import MovedKind
 from .lru_pool import NumberedEntry, NumberedPool
 from .sequence import OPENING_TOKENS, Scheduled, Sequence, common_tokens
 
@@ -50,8 +52,10 @@ class _Window:
     ends: set[int] = field(default_factory=set)
 
 
-class WindowPages(CacheKind[Sequence]):
+class WindowPages(MovedKind[Sequence]):
     """All pages of layers with a window of `window` tokens, numbered from 0 to `pages` - 1."""
+
+    area: ClassVar = Area.WINDOW_PAGES
 
     def __init__(self, pages: int, window: int) -> None:
         self.pool = NumberedPool(pages)
@@ -142,7 +146,7 @@ class WindowPages(CacheKind[Sequence]):
     def will_share(self, running: Sequence, waiting: Sequence) -> bool:
         """Plan to keep the pages where the tokens of the two sequences part, unless the running one is past this
         place."""
-        window, limit = self._windows[running], min(running.length, waiting.length) - 1
+        window, limit = self._windows[running], min(len(running.keys), len(waiting.keys)) - 1
         parts = common_tokens(running, waiting, PAGE_TOKENS, limit) // PAGE_TOKENS
         if parts <= window.filled:
             return False
@@ -152,7 +156,7 @@ class WindowPages(CacheKind[Sequence]):
     def filled(self, sequence: Sequence, pages: abc.Sequence[Hashable], first: int) -> None:
         """Let other sequences share the new pages, and release those that the next token does not see."""
         window = self._windows[sequence]
-        for index in range(first, len(pages)):
+        for index in range(max(first, window.first), len(pages)):  # those before it were taken without their windows
             self._share(window.entries[index - window.first], pages[index])
         window.filled = len(pages)
         passed = max(window.filled - self._span - window.first, 0)
@@ -173,6 +177,25 @@ class WindowPages(CacheKind[Sequence]):
             entry.ready = False
         else:
             self.pool.remove(entry)
+
+    def moved_keys(self, sequence: Sequence, digests: abc.Sequence[bytes]) -> abc.Sequence[bytes]:
+        return digests[max(len(digests) - self._span, 0) :]
+
+    def given(self, sequence: Sequence, pages: int) -> list[int]:
+        window = self._windows[sequence]
+        return [number for entry in window.entries[: pages - window.first] for number in entry.numbers]
+
+    def take(self, sequence: Sequence, pages: int) -> list[int | None]:
+        """Release the pages before the window, whose tokens the ranks never see."""
+        window, first = self._windows[sequence], max(pages - self._span, 0)
+        passed = window.entries[: first - window.first]
+        held = window.entries[len(passed) :]
+        for entry in passed:
+            self.pool.unpin(entry)
+        new = self.pool.pin([NumberedEntry(object(), 1) for _ in range(pages - first - len(held))])
+        assert new is not None, "no page is left of those that were reserved"
+        window.entries, window.first, window.sent = [*held, *new], first, first
+        return [*[None] * len(held), *(number for entry in new for number in entry.numbers)]
 
     def report(self, state: EngineState) -> None:
         state.window_pages, state.window_pages_used = self.pool.capacity, self._reserved

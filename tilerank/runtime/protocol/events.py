@@ -85,11 +85,12 @@ class HiddenEvent(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class PrefilledEvent(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Prefill ranks have computed the prompt of request number `request`. Its full pages are in these slots of the
-    memory of both groups (rank/transfer_memory.py), in order, until the request is cancelled."""
+    """Prefill ranks have computed the prompt of request number `request`. What the decode ranks need
+    of it is in these slots of each area of the memory between the groups (protocol/areas.py), in order, until the
+    request is cancelled."""
 
     request: int
-    slots: list[int]
+    slots: list[list[int]]
     start: Start | None = None
 
 

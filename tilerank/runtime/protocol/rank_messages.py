@@ -136,22 +136,24 @@ class LoadPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pages: list[tuple[int, bytes]]
 
 
+MovedPage = tuple[int, int, bytes]
+"""A page that goes from one group of ranks to the other: its number, the slot of the memory between them, and the
+digest of all tokens up to its end."""
+
+
 class GivePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Prefill ranks: copy pages to the memory of both groups (rank/transfer_memory.py).
+    """Prefill ranks: copy pages to the memory of both groups (rank/transfer_memory.py), a list for each area."""
 
-    pages: (number, slot, digest).
-    """
-
-    pages: list[tuple[int, int, bytes]]
+    pages: list[list[MovedPage]]
 
 
 class TakePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Decode ranks: copy pages from this memory, and gather how many of the first ones every rank has found there.
+    """Decode ranks: copy pages from this memory, and gather whether every rank has found all of them there.
 
     pages: as in GivePages.
     """
 
-    pages: list[tuple[int, int, bytes]]
+    pages: list[list[MovedPage]]
 
 
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=True):

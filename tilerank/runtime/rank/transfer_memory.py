@@ -1,8 +1,8 @@
 """The memory through which prefill ranks give pages of the KV cache to decode ranks.
 
-It is a memory file that the supervisor holds and the ranks of both groups map, in slots of one page each. A slot has
-the heads of the whole model in their order, whatever the cut of either group: a prefill rank writes those of its heads
-that no rank before it has, and a decode rank reads its own.
+It has an area for each kind of page (protocol/areas.py): a memory file that the supervisor holds and the ranks of both
+groups map, in slots of one page each. A slot has the heads of the whole model in their order, whatever the cut of
+either group: a prefill rank writes those of its heads that no rank before it has, and a decode rank reads its own.
 
 A slot begins with the digest of its page (lead/pages.py: page_digest). It is zeroed before any rank writes other heads
 to the slot, and written once all have. A rank that finds the same digest before and after it has copied its heads has
@@ -11,7 +11,7 @@ therefore copied this page, even if the other group has failed or started again 
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,26 +21,29 @@ from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.parallel.group import Group
 
-from ..protocol.rank_messages import GivePages, TakePages
-from ..step.cache import Cache, CacheSpec, HeadPlace, PagedKV
+from ..protocol.areas import Area
+from ..protocol.rank_messages import GivePages, MovedPage, TakePages
+from ..step.cache import Budget, Cache, CacheSpec, HeadPlace, PagedKV
 
 _DIGEST_BYTES = 16
-_HEADER_BYTES = 64
-"""Bytes of a slot before its heads: the digest, and what aligns them."""
+_ALIGNMENT = 64
+"""Bytes of a slot before its heads, which begin with the digest; heads of each tensor begin at a multiple."""
+_AREAS = {Budget.TOKENS: Area.PAGES, Budget.WINDOW_TOKENS: Area.WINDOW_PAGES}
+"""Where the caches of a layer go, by what they are counted in."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The part of a rank in a server whose prefill ranks are apart. fd: of the memory file. gives: whether it is a
-    prefill rank."""
+    """The part of a rank in a server whose prefill ranks are apart. files: the memory file of each area. gives: whether
+    it is a prefill rank."""
 
-    fd: int
+    files: tuple[int, ...]
     gives: bool
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """A tensor of a cache, pages[page, head, byte], and where a slot has its heads, from byte `offset` on.
+    """A tensor of a cache, pages[page, head, ...], and where a slot has its heads, from byte `offset` on.
 
     place: of the heads of this rank. count: how many of them are heads of the model.
     """
@@ -51,51 +54,109 @@ class _Heads:
     offset: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all heads of the model."""
-        return self.place.total * self.pages.shape[2]
+    def stop(self) -> int:
+        """The byte of a slot after all heads of the model."""
+        return self.offset + self.place.total * self.pages.shape[2:].numel() * self.pages.itemsize
+
+    def in_slots(self, rows: Tensor) -> Tensor:
+        """Return the heads of all slots, [slot, head, ...], whose bytes are rows[slot, byte]."""
+        heads = rows[:, self.offset : self.stop].view(self.pages.dtype)
+        return heads.unflatten(1, (self.place.total, *self.pages.shape[2:]))
 
     def write(self, number: int, slot: Tensor) -> None:
-        """Copy the heads of page `number` that no rank before this one has to a slot."""
-        place = self.place
-        self._in_slot(slot, place.own, place.first + self.count).copy_(
-            self.pages[number, place.own - place.first : self.count]
-        )
+        """Copy the heads of page `number` that no rank before this one has to a slot [head, ...]."""
+        place, stop = self.place, self.place.first + self.count
+        slot[place.own : stop].copy_(self.pages[number, place.own - place.first : self.count])
 
     def read(self, number: int, slot: Tensor) -> None:
-        """Copy the heads of this rank from a slot to page `number`."""
+        """Copy the heads of this rank from a slot [head, ...] to page `number`."""
         first = self.place.first
-        self.pages[number, : self.count].copy_(self._in_slot(slot, first, first + self.count))
+        self.pages[number, : self.count].copy_(slot[first : first + self.count])
 
-    def _in_slot(self, slot: Tensor, first: int, stop: int) -> Tensor:
-        nbytes = self.pages.shape[2]
-        return slot[self.offset + first * nbytes : self.offset + stop * nbytes].view(stop - first, nbytes)
+
+class _Slots:
+    """The slots of a memory file, for the pages of the layers `caches`.
+
+    count: how many prefill ranks use; 0 for decode ranks, which read as many as there are. nbytes: of each.
+    """
+
+    def __init__(self, file: int, caches: Sequence[tuple[CacheSpec, Cache]], rank: int, count: int) -> None:
+        self.count = count
+        self._file = file
+        self._heads: list[_Heads] = []
+        offset = _ALIGNMENT
+        for spec, cache in caches:
+            for pages, place in _heads_of(spec, cache, rank):
+                heads = _Heads(pages, place, max(min(pages.shape[1], place.total - place.first), 0), offset)
+                self._heads.append(heads)
+                offset = -(-heads.stop // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory: mmap.mmap
+        self._mapped = 0  # slots
+        self._views: list[tuple[_Heads, Tensor]] = []  # the heads of each tensor of the cache in all of them
+        if os.fstat(file).st_size < count * self.nbytes:  # it never shrinks, because other ranks have mapped it
+            os.ftruncate(file, count * self.nbytes)
+
+    def write(self, pages: Sequence[MovedPage]) -> None:
+        """Copy the heads of pages to their slots, which are without a digest then."""
+        for _, slot, _ in pages:
+            self.set_digest(slot, bytes(_DIGEST_BYTES))
+        for number, slot, _ in pages:
+            for heads, in_slots in self._views:
+                heads.write(number, in_slots[slot])
+
+    def read(self, page: MovedPage) -> bool:
+        """Copy the heads of a page from its slot. Returns whether it was there all the time."""
+        number, slot, digest = page
+        if self._digest(slot) != digest:
+            return False
+        for heads, in_slots in self._views:
+            heads.read(number, in_slots[slot])
+        return self._digest(slot) == digest
+
+    def set_digest(self, slot: int, digest: bytes) -> None:
+        is_there = self._map(slot)
+        assert is_there, "prefill ranks have made the memory large enough"
+        begin = slot * self.nbytes
+        self._memory[begin : begin + _DIGEST_BYTES] = digest
+
+    def _digest(self, slot: int) -> bytes | None:
+        """Return the digest in a slot. None if the memory does not reach so far."""
+        begin = slot * self.nbytes
+        return self._memory[begin : begin + _DIGEST_BYTES] if self._map(slot) else None
+
+    def _map(self, slot: int) -> bool:
+        """Map the memory as far as it reaches. Returns whether it has this slot."""
+        if slot >= self._mapped and (slots := os.fstat(self._file).st_size // self.nbytes) > slot:
+            self._memory, self._mapped = mmap.mmap(self._file, slots * self.nbytes), slots
+            rows = torch.frombuffer(self._memory, dtype=torch.uint8).view(slots, self.nbytes)
+            self._views = [(heads, heads.in_slots(rows)) for heads in self._heads]
+        return slot < self._mapped
 
 
 class TransferMemory:
-    """The slots of a memory file, for the pages of `caches`, which are those of `specs`.
+    """The areas of the memory, for the pages of `caches`, which are those of `specs`.
 
-    slots: how many prefill ranks use; 0 for decode ranks, which read as many as there are. slot_bytes: of each.
+    slots: how many of each area prefill ranks use; none where they have no such pages. slot_bytes: of a slot of each
+    area. gives: whether this is a prefill rank.
     """
 
     def __init__(
-        self, transfer: Transfer, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group, slots: int
+        self,
+        transfer: Transfer,
+        specs: Sequence[CacheSpec],
+        caches: Sequence[Cache],
+        group: Group,
+        slots: Mapping[Area, int],
     ) -> None:
-        self.slots = slots if transfer.gives else 0
-        self._fd, self._group = transfer.fd, group
-        self._heads: list[_Heads] = []
-        offset = _HEADER_BYTES
-        for spec, cache in zip(specs, caches, strict=True):
-            for pages, place in _heads_of(spec, cache, group.rank):
-                heads = _Heads(pages, place, min(pages.shape[1], place.total - place.first), offset)
-                self._heads.append(heads)
-                offset += heads.nbytes
-        self.slot_bytes = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory: mmap.mmap | None = None
-        self._rows = torch.empty(0, self.slot_bytes, dtype=torch.uint8)  # [slot, byte]
-        nbytes = self.slots * self.slot_bytes
-        if os.fstat(self._fd).st_size < nbytes:  # it never shrinks, because other ranks have mapped it
-            os.ftruncate(self._fd, nbytes)
+        self.gives, self._group = transfer.gives, group
+        self._areas: list[_Slots] = []
+        for kind in Area:
+            held = [pair for pair in zip(specs, caches, strict=True) if _AREAS.get(pair[0].budget) is kind]
+            count = slots[kind] if transfer.gives else 0
+            self._areas.append(_Slots(transfer.files[kind], held, group.rank, count))
+        self.slots = [area.count for area in self._areas]
+        self.slot_bytes = [area.nbytes for area in self._areas]
 
     def follow(self, message: GivePages | TakePages) -> None:
         """Ranks above 0: do what a message of rank 0 says."""
@@ -105,69 +166,41 @@ class TransferMemory:
             case TakePages(pages):
                 self.take(pages)
 
-    def give(self, pages: Sequence[tuple[int, int, bytes]]) -> None:
-        """Copy pages, (number, slot, digest), to the memory. A collective: all ranks call this with the same pages."""
-        slots = [self._slot(slot) for _, slot, _ in pages]
-        for _, slot, _ in pages:
-            self._set_digest(slot, bytes(_DIGEST_BYTES))
-        for (number, _, _), rows in zip(pages, slots, strict=True):
-            assert rows is not None
-            for heads in self._heads:
-                heads.write(number, rows)
+    def give(self, pages: Sequence[Sequence[MovedPage]]) -> None:
+        """Copy pages of each area to the memory. A collective: all ranks call this with the same pages."""
+        for area, moved in zip(self._areas, pages, strict=True):
+            area.write(moved)
         self._group.barrier()
-        for _, slot, digest in pages if self._group.rank == 0 else ():
-            self._set_digest(slot, digest)
+        for area, moved in zip(self._areas, pages, strict=True) if self._group.rank == 0 else ():
+            for _, slot, digest in moved:
+                area.set_digest(slot, digest)
 
-    def take(self, pages: Sequence[tuple[int, int, bytes]]) -> int:
-        """Copy pages, (number, slot, digest) in the order of their tokens, from the memory. Returns how many of the
-        first ones every rank has found there. A collective: all ranks call this with the same pages."""
-        found = next((index for index, page in enumerate(pages) if not self._take(*page)), len(pages))
-        return int(self._group.all_gather(torch.tensor([found])).min())
-
-    def _take(self, number: int, slot: int, digest: bytes) -> bool:
-        row = self._slot(slot)
-        if row is None or self._digest(slot) != digest:
-            return False
-        for heads in self._heads:
-            heads.read(number, row)
-        return self._digest(slot) == digest
-
-    def _slot(self, slot: int) -> Tensor | None:
-        """Return the bytes of a slot. None if the memory does not reach so far."""
-        if slot >= len(self._rows):
-            slots = os.fstat(self._fd).st_size // self.slot_bytes
-            if slot >= slots:
-                return None
-            self._memory = mmap.mmap(self._fd, slots * self.slot_bytes)
-            self._rows = torch.frombuffer(self._memory, dtype=torch.uint8).view(slots, self.slot_bytes)
-        return self._rows[slot]
-
-    def _digest(self, slot: int) -> bytes:
-        assert self._memory is not None
-        begin = slot * self.slot_bytes
-        return self._memory[begin : begin + _DIGEST_BYTES]
-
-    def _set_digest(self, slot: int, digest: bytes) -> None:
-        assert self._memory is not None
-        begin = slot * self.slot_bytes
-        self._memory[begin : begin + _DIGEST_BYTES] = digest
+    def take(self, pages: Sequence[Sequence[MovedPage]]) -> bool:
+        """Copy pages of each area from the memory. Returns whether every rank has found all of them there. A
+        collective: all ranks call this with the same pages."""
+        found = all(area.read(page) for area, moved in zip(self._areas, pages, strict=True) for page in moved)
+        return bool(self._group.all_gather(torch.tensor([int(found)])).min())
 
 
 def _heads_of(spec: CacheSpec, cache: Cache, rank: int) -> list[tuple[Tensor, HeadPlace]]:
-    """Return the tensors of a cache as bytes [page, head, byte], and the place of their heads. Every rank has the
-    latents of a token whole, as one head, which rank 0 writes."""
+    """Return the tensors of a cache as [page, head, ...], and the place of their heads. Every rank has the latents of a
+    token whole, as one head, which rank 0 writes."""
     match cache:
         case KVPages() if isinstance(spec, PagedKV):
             place = spec.place or HeadPlace(0, 0, spec.kv_heads)
-            return [(tensor.flatten(2).view(torch.uint8), place) for tensor in cache.tensors]
+            return [(tensor, place) for tensor in cache.tensors]
         case LatentPages():
             place = HeadPlace(0, min(rank, 1), 1)
-            return [(tensor.flatten(1).view(torch.uint8).unsqueeze(1), place) for tensor in cache.tensors]
+            return [(tensor.unsqueeze(1), place) for tensor in cache.tensors]
     return []
 
 
 def transfer_memory(
-    transfer: Transfer | None, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group, slots: int
+    transfer: Transfer | None,
+    specs: Sequence[CacheSpec],
+    caches: Sequence[Cache],
+    group: Group,
+    slots: Mapping[Area, int],
 ) -> TransferMemory | None:
     """Return the memory between prefill ranks and decode ranks; None if the same ranks do both."""
     return None if transfer is None else TransferMemory(transfer, specs, caches, group, slots)

@@ -27,6 +27,7 @@ from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
 
 from ..protocol import rank_messages
+from ..protocol.areas import Area
 from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK, num_states, num_window_tokens
 from ..protocol.speculative import loads_head, state_drafts
 from ..protocol.speech_messages import SpeechStep
@@ -132,7 +133,8 @@ class Worker:
         self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         self.store = None if files is None else PageStore(files, self._caches, group)
         """Keeps pages of the cache in files; None if the configuration has no directory for them."""
-        self.transfers = transfer_memory(config.transfer, specs, self._caches, group, self.pages)
+        slots = {Area.PAGES: self.pages, Area.WINDOW_PAGES: self.window_pages}
+        self.transfers = transfer_memory(config.transfer, specs, self._caches, group, slots)
         """Through which pages go from prefill ranks to decode ranks; None if the same ranks do both."""
         self.step_bytes = bytes_per_step(self._model)
         """What a step reads on this rank."""

@@ -1,7 +1,7 @@
 """Pages that the ranks read in place of computing them, and what they are read from: a base of kinds of cache.
 
 A sequence that is admitted looks for the pages that follow those of the tree. They are read into pages of its own, in
-pieces between the steps of other sequences, as far as all ranks have them. What cannot be read is computed.
+pieces between the steps of other sequences. What cannot be read is computed.
 """
 
 from abc import ABC, abstractmethod
@@ -26,33 +26,33 @@ P = TypeVar("P")
 class PageReads(CacheKind[Sequence], Generic[P], ABC):
     """A source of pages. P: how it names a page in the message to the ranks.
 
-    page_bytes: of a page on each rank. pool: has the pages that those of the source continue. after: the kinds that
-    have what a sequence no longer needs once pages are read.
+    pool: has the pages that those of the source continue. after: the kinds that have what a sequence no longer needs
+    once pages are read.
     """
 
-    def __init__(self, page_bytes: int, pool: PagePool, after: abc.Sequence[CacheKind[Sequence]]) -> None:
-        self._page_bytes = page_bytes
+    def __init__(self, pool: PagePool, after: abc.Sequence[CacheKind[Sequence]]) -> None:
         self._pool = pool
         self._filled: list[CacheKind[Sequence]] = [pool, *after]
         self._reads: dict[Sequence, ReadWork[P]] = {}  # of the running sequences
 
     @abstractmethod
-    def _find(self, sequence: Sequence, missing: Iterator[tuple[int, int, bytes]]) -> list[P]:
-        """Return the first of the missing pages of a sequence, as far as the source has them: (index, number, digest)
-        of the full pages whose tokens need not be computed, after those of the tree."""
+    def _find(self, sequence: Sequence, missing: Iterator[tuple[int, int, bytes]]) -> list[list[P]]:
+        """Return what the source has of a sequence, in pieces to be read one after the other. missing: (index, number,
+        digest) of the full pages whose tokens need not be computed, after those of the tree."""
 
     @abstractmethod
-    def _load(self, pages: list[P]) -> int:
-        """Lead the ranks in reading pages. Returns how many of the first ones every rank has read."""
+    def _load(self, sequence: Sequence, piece: list[P], *, first: bool) -> bool:
+        """Lead the ranks in reading a piece. Returns whether every rank has read all of it; otherwise nothing further
+        is read. first: since the sequence was admitted for the first time."""
 
-    def _on_read(self, sequence: Sequence, tokens: int, *, first: bool) -> None:
-        """Count tokens that have been read. first: since the sequence was admitted for the first time."""
+    def _end(self, sequence: Sequence) -> None:
+        """All pieces of a sequence are read."""
 
     def commit(self, sequence: Sequence) -> None:
         """Find the pages to read."""
-        pages = self._find(sequence, self._missing(sequence))
-        on_read = partial(self._take, sequence, first=sequence.admitted_s is None)
-        self._reads[sequence] = ReadWork(pages, max(PIECE_BYTES // self._page_bytes, 1), self._load, on_read)
+        pieces = self._find(sequence, self._missing(sequence))
+        load = partial(self._load, sequence, first=sequence.admitted_s is None)
+        self._reads[sequence] = ReadWork(pieces, load, partial(self._end, sequence))
 
     def release(self, sequence: Sequence, *, share: bool = True) -> None:
         if (read := self._reads.pop(sequence, None)) is not None:
@@ -73,37 +73,37 @@ class PageReads(CacheKind[Sequence], Generic[P], ABC):
             digest = page_digest(digest, keys)
             yield index, table.numbers[index], digest
 
-    def _take(self, sequence: Sequence, pages: int, *, first: bool) -> None:
+    def _count(self, sequence: Sequence, pages: int) -> None:
         """Count the tokens of pages that all ranks have read as cached, and share the pages."""
         sequence.cached += pages * PAGE_TOKENS
-        self._on_read(sequence, pages * PAGE_TOKENS, first=first)
         for kind in self._filled:
             kind.publish(sequence)
 
 
 class ReadWork(WorkInPieces, Generic[P]):
-    """The reading of `pages`, `count` of them at a time, on all ranks. It ends with a page that a rank cannot read.
+    """The reading of `pieces` on all ranks. load: leads a piece, and returns whether it was read. on_end: is called
+    once all of them are."""
 
-    load: leads a piece. on_read: is called with the number of pages that are read in a piece.
-    """
-
-    def __init__(
-        self, pages: list[P], count: int, load: Callable[[list[P]], int], on_read: Callable[[int], None]
-    ) -> None:
-        self.entry = PoolEntry(self, 0, users=1, ready=not pages)
-        self._pages = pages
-        self._count = count
+    def __init__(self, pieces: list[list[P]], load: Callable[[list[P]], bool], on_end: Callable[[], None]) -> None:
+        self.entry = PoolEntry(self, 0, users=1, ready=not pieces)
+        self._pieces = pieces
         self._load = load
-        self._on_read = on_read
+        self._on_end = on_end
 
     def pieces(self, worker: Worker, operations: float) -> Iterator[bool]:
         yield False
-        for first in range(0, len(self._pages), self._count):
-            pages = self._pages[first : first + self._count]
-            read = self._load(pages)
-            self.entry.ready = read < len(pages) or first + self._count >= len(self._pages)
-            self._on_read(read)
+        for left, piece in zip(reversed(range(len(self._pieces))), self._pieces, strict=True):
+            found = self._load(piece)
+            self.entry.ready = not found or not left
+            if found and not left:
+                self._on_end()
             yield True
 
     def stop(self, worker: Worker) -> None:
         """The pages that are read already belong to the sequence that gave them back."""
+
+
+def in_pieces(pages: list[P], page_bytes: int) -> list[list[P]]:
+    """Cut pages into pieces. page_bytes: of a page on each rank."""
+    count = max(PIECE_BYTES // page_bytes, 1)
+    return [pages[first : first + count] for first in range(0, len(pages), count)]

@@ -7,6 +7,8 @@ from collections import abc
 from collections.abc import Iterator
 from itertools import takewhile
 
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+
 from ...protocol.engine_state import EngineState
 from ...protocol.rank_messages import KeepPages, LoadPages
 from ...rank.page_store import PageStore
@@ -14,7 +16,7 @@ from ...rank.worker import Worker
 from ..cache_kind import CacheKind
 from ..pages import PagePool
 from ..sequence import Sequence
-from .page_reads import PageReads
+from .page_reads import PageReads, in_pieces
 
 
 class StoredPages(PageReads[tuple[int, bytes]]):
@@ -23,22 +25,24 @@ class StoredPages(PageReads[tuple[int, bytes]]):
     def __init__(
         self, worker: Worker, store: PageStore, pool: PagePool, after: abc.Sequence[CacheKind[Sequence]]
     ) -> None:
-        super().__init__(store.page_bytes, pool, after)
+        super().__init__(pool, after)
         self._worker = worker
         self._store = store
         self._hit_tokens = 0  # of prompts, read when they were first admitted
 
-    def _find(self, sequence: Sequence, missing: Iterator[tuple[int, int, bytes]]) -> list[tuple[int, bytes]]:
-        return [(number, digest) for _, number, digest in takewhile(lambda page: page[2] in self._store, missing)]
+    def _find(self, sequence: Sequence, missing: Iterator[tuple[int, int, bytes]]) -> list[list[tuple[int, bytes]]]:
+        found = takewhile(lambda page: page[2] in self._store, missing)
+        return in_pieces([(number, digest) for _, number, digest in found], self._store.page_bytes)
 
-    def _load(self, pages: list[tuple[int, bytes]]) -> int:
-        self._worker.announce(LoadPages(pages))
-        return self._store.load(pages)
-
-    def _on_read(self, sequence: Sequence, tokens: int, *, first: bool) -> None:
+    def _load(self, sequence: Sequence, piece: list[tuple[int, bytes]], *, first: bool) -> bool:
+        """Count the pages of each piece as far as every rank has read it."""
+        self._worker.announce(LoadPages(piece))
+        pages = self._store.load(piece)
         if first:
-            sequence.hits += tokens
-            self._hit_tokens += tokens
+            sequence.hits += pages * PAGE_TOKENS
+            self._hit_tokens += pages * PAGE_TOKENS
+        self._count(sequence, pages)
+        return pages == len(piece)
 
     def release(self, sequence: Sequence, *, share: bool = True) -> None:
         """Keep the pages of a sequence that has run."""

@@ -1,42 +1,88 @@
-"""The pages that decode ranks take from prefill ranks (given_pages.py), read as pages of files are."""
+"""What decode ranks take of a prompt from prefill ranks (given_pages.py), read as pages of files are.
+
+All of it is taken or nothing: a prompt can be continued only where every kind of cache has what it needs. If a page is
+gone, because the prefill ranks have failed meanwhile, the sequence waits again, and its prompt is computed.
+"""
 
 from collections import abc
 from collections.abc import Iterator
 from itertools import takewhile
 
+from ...protocol.areas import Area
 from ...protocol.engine_state import EngineState
-from ...protocol.rank_messages import TakePages
+from ...protocol.rank_messages import MovedPage, TakePages
 from ...rank.transfer_memory import TransferMemory
 from ...rank.worker import Worker
-from ..cache_kind import CacheKind
+from ..cache_kind import CacheKind, MovedKind
 from ..pages import PagePool
 from ..sequence import Sequence
-from .page_reads import PageReads
+from .page_reads import PageReads, in_pieces
 
 
-class TakenPages(PageReads[tuple[int, int, bytes]]):
-    """The slots of `memory` that requests name."""
+class TakenPages(PageReads[tuple[Area, MovedPage]]):
+    """The slots of `memory` that requests name.
+
+    beside: the kinds of which pages move with those of `pool`. after: as in PageReads.
+    """
 
     def __init__(
-        self, worker: Worker, memory: TransferMemory, pool: PagePool, after: abc.Sequence[CacheKind[Sequence]]
+        self,
+        worker: Worker,
+        memory: TransferMemory,
+        beside: abc.Sequence[MovedKind[Sequence]],
+        pool: PagePool,
+        after: abc.Sequence[CacheKind[Sequence]],
     ) -> None:
-        super().__init__(memory.slot_bytes, pool, after)
+        super().__init__(pool, after)
         self._worker = worker
         self._memory = memory
-        self._taken = self._missed = 0  # pages, and prompts of which a page was missing
+        self._kinds: list[MovedKind[Sequence]] = [*beside, pool]
+        self._taken = [0 for _ in Area]  # pages
+        self._missed = 0  # prompts of which a page was gone
 
-    def _find(self, sequence: Sequence, missing: Iterator[tuple[int, int, bytes]]) -> list[tuple[int, int, bytes]]:
-        slots = sequence.slots
-        pages = takewhile(lambda page: page[0] < len(slots), missing)
-        return [(number, slots[index], digest) for index, number, digest in pages]
+    def _find(
+        self, sequence: Sequence, missing: Iterator[tuple[int, int, bytes]]
+    ) -> list[list[tuple[Area, MovedPage]]]:
+        """Return a piece with all pages that belong to the end of the prompt, and then the others."""
+        count = len(sequence.slots[Area.PAGES]) if sequence.slots else 0
+        digests = [page.digest for page in self._pool.tables[sequence].shared]
+        if len(digests) >= count:  # the tree has all of them
+            return []
+        digests += [digest for _, _, digest in takewhile(lambda page: page[0] < count, missing)]
+        if len(digests) < count:
+            return []
+        found: list[list[tuple[Area, MovedPage]]] = []
+        for kind in self._kinds:
+            keys, slots = kind.moved_keys(sequence, digests), sequence.slots[kind.area]
+            numbers = kind.take(sequence, count)
+            pages = [
+                (kind.area, (number, slot, key))
+                for number, slot, key in zip(numbers, slots, keys, strict=True)
+                if number is not None
+            ]
+            found.append(pages)
+        *ends, pages = found
+        end = [page for pages_of_kind in ends for page in pages_of_kind]
+        return [*([end] if end else []), *in_pieces(pages, self._memory.slot_bytes[Area.PAGES])]
 
-    def _load(self, pages: list[tuple[int, int, bytes]]) -> int:
+    def _load(self, sequence: Sequence, piece: list[tuple[Area, MovedPage]], *, first: bool) -> bool:
+        pages: list[list[MovedPage]] = [[] for _ in Area]
+        for area, page in piece:
+            pages[area].append(page)
         self._worker.announce(TakePages(pages))
-        taken = self._memory.take(pages)
-        self._taken += taken
-        self._missed += taken < len(pages)
-        return taken
+        if not self._memory.take(pages):
+            self._missed += 1
+            sequence.slots, sequence.is_lost = [], True
+            return False
+        for area in Area:
+            self._taken[area] += len(pages[area])
+        return True
+
+    def _end(self, sequence: Sequence) -> None:
+        self._count(sequence, len(sequence.slots[Area.PAGES]) - len(self._pool.tables[sequence].shared))
 
     def report(self, state: EngineState) -> None:
-        state.taken_pages, state.missed_prompts = self._taken, self._missed
-        state.taken_bytes = self._taken * self._memory.slot_bytes
+        state.taken_pages, state.missed_prompts = sum(self._taken), self._missed
+        state.taken_bytes = sum(
+            count * nbytes for count, nbytes in zip(self._taken, self._memory.slot_bytes, strict=True)
+        )

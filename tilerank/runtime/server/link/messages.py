@@ -25,7 +25,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
     params: SamplingParams
     seeds: list[int]
     digests: list[bytes] = []
-    slots: list[int] = []
+    slots: list[list[int]] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
