@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from command import DEMO
-from planning import config_of
 
 from tilerank.launch.bench.public import public_config
 from tilerank.launch.commands import plan as command
@@ -41,11 +40,12 @@ def test_both_groups_hold_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Half of the cache of prefill ranks is the memory through which they give pages to decode ranks." in page
 
 
-def test_windows_are_given_through_as_much_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config_of(tmp_path, sliding_window=128, model_type="gemma3_text", head_dim=128)
-    planned(tmp_path, "--tp", 2, "--prefill-nodes", 1, "--json")
-    prefill, decode = json.loads(capsys.readouterr().out)["replicas"]
-    assert prefill["ranks"][0]["window_per_token"] == 2 * decode["ranks"][0]["window_per_token"] > 0
+def test_windows_and_states_are_given_through_as_much_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, name in (("window_per_token", "gemma-3-1b"), ("state", "qwen3.5-9b")):
+        (tmp_path / "config.json").write_text(json.dumps(public_config(name)))
+        planned(tmp_path, "--tp", 2, "--prefill-nodes", 1, "--json")
+        prefill, decode = json.loads(capsys.readouterr().out)["replicas"]
+        assert prefill["ranks"][0][kind] == 2 * decode["ranks"][0][kind] > 0
 
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:

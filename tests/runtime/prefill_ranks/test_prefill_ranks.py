@@ -18,7 +18,9 @@ from tilerank.parallel.join import Team
 from tilerank.runtime.lead import media_encoding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
+from tilerank.runtime.lead.states import StatePool
 from tilerank.runtime.lead.transfers import page_reads
+from tilerank.runtime.lead.transfers.given_pages import GivenPages
 from tilerank.runtime.lead.window_pages import WindowPages
 from tilerank.runtime.protocol.areas import Area
 from tilerank.runtime.protocol.events import Event, PrefilledEvent, TokenEvent
@@ -31,15 +33,28 @@ NEW = 6
 LENGTHS = (150, 64, 33, 170)
 """Of prompts: four full pages and 22 tokens, two pages, a page and a token, and a prompt that begins like the first."""
 PROMPT_ALONE = SamplingParams(max_new_tokens=0)
+Slots = list[list[int]]
+# Of the prompt that begins like the first, three pages are in the slots of that one. A page that ends with the prompt is
+# not given.
+PAGES_ALONE: list[Slots] = [[[0, 1, 2, 3], [], []], [[4], [], []], [[5], [], []], [[0, 1, 2, 6, 7], [], []]]
+SLOTS: dict[str, list[Slots]] = {
+    "gpt_oss": [[[0, 1, 2, 3], [0, 1, 2], []], [[4], [3], []], [[5], [4], []], [[0, 1, 2, 6, 7], [1, 5, 6], []]],
+    # States are given after whole blocks of 64 tokens that at least eight follow.
+    "qwen3_5": [[[0, 1, 2, 3], [], [0]], [[], [], []], [[], [], []], [[0, 1, 2, 4], [], [1]]],
+}
+# Three pages of the last prompt are in the tree, but neither a window nor states at their end.
+TAKEN = {"gpt_oss": 7 + 2 + 2 + 8, "qwen3_5": 5 + 5}
 # In the absorbed form, which this model always has: the other one has other bits.
 DEEPSEEK: dict[str, Any] = {"hidden": 96, "vocab": 4200, "layers": 3, "inter": 200, "moe_inter": 80}
 DEEPSEEK["config"] = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 # A window of which a prompt of some pages needs the last three.
 GPT_OSS: dict[str, Any] = {"heads": 10, "kv_heads": 5, "hidden": 104, "inter": 112, "vocab": 777, "layers": 2}
 GPT_OSS["config"] = {"sliding_window": 70}
-TINY = {"deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS}
+# 3 key heads, and 6 value heads, in three of the layers.
+QWEN3_5: dict[str, Any] = {"hidden": 96, "heads": 6, "kv_heads": 3, "head_dim": 32, "inter": 200, "vocab": 600}
+QWEN3_5 |= {"layers": 4, "linear_num_key_heads": 3, "linear_num_value_heads": 6}
+TINY = {"deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS, "qwen3_5": QWEN3_5}
 Answer = tuple[list[int], list[float]]
-Slots = list[list[int]]
 
 
 def prompts() -> list[list[int]]:
@@ -115,11 +130,13 @@ def taken(team: Team, *, model: str, files: list[str], slots: list[Slots], **dty
     ("prefill", "decode", "family", "dtype", "kv_dtype"),
     [
         (1, 1, "demo", "bfloat16", "int8"),
-        (2, 2, "demo", "bfloat16", None),
+        (2, 2, "gpt_oss", "bfloat16", None),
         (2, 2, "deepseek_v3", "bfloat16", None),
-        (1, 1, "gpt_oss", "bfloat16", None),
         (2, 1, "gpt_oss", "float32", None),
         (1, 2, "gpt_oss", "float32", None),
+        (1, 1, "qwen3_5", "bfloat16", None),
+        (2, 1, "qwen3_5", "float32", None),
+        (1, 2, "qwen3_5", "float32", None),
         (3, 2, "demo", "float32", None),
         (1, 2, "deepseek_v3", "float32", None),
     ],
@@ -135,15 +152,9 @@ def test_texts_are_those_of_ranks_that_do_both(
     kwargs: dict[str, Any] = {"model": str(model), "files": [*map(str, files)], "dtype": dtype, "kv_dtype": kv_dtype}
     here = "tests.runtime.prefill_ranks.test_prefill_ranks"
     slots = run_ranks(prefill, f"{here}:given", kwargs=kwargs)[0]
-    # Of the prompt that begins like the first, three pages are in the slots of that one. A page that ends with the
-    # prompt is not given.
-    assert [one[Area.PAGES] for one in slots] == [[0, 1, 2, 3], [4], [5], [0, 1, 2, 6, 7]]
-    windows = [[0, 1, 2], [3], [4], [1, 5, 6]] if family == "gpt_oss" else [[]] * 4
-    assert [one[Area.WINDOW_PAGES] for one in slots] == windows
+    assert slots == SLOTS.get(family, PAGES_ALONE)
     found = run_ranks(decode, f"{here}:taken", kwargs=kwargs | {"slots": slots})[0]
-    # Of the last prompt, three pages are in the tree, but not the window at their end.
-    pages = 4 + 1 + 1 + (2 if family != "gpt_oss" else 5 + 3 + 1 + 1 + 3)
-    assert found["pages"] == [pages, 0, 2 * sum(LENGTHS)]
+    assert found["pages"] == [TAKEN.get(family, 4 + 1 + 1 + 2), 0, 2 * sum(LENGTHS)]
     for name in ("greedy", "sampled"):
         apart, together = found[name], found[f"{name} computed here"]
         if prefill == decode:
@@ -203,7 +214,7 @@ def test_a_prompt_that_is_cancelled_pins_nothing(engine: Engine) -> None:
     engine.scheduler.chunk_rows = 2048
 
 
-@pytest.fixture(scope="module", params=["gpt_oss"])
+@pytest.fixture(scope="module", params=["gpt_oss", "qwen3_5"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: tuple[int, ...]
 ) -> tuple[Engine, Engine]:
@@ -213,19 +224,19 @@ def pair(
 
 
 def unused(engine: Engine) -> bool:
-    """Return whether no sequence has any page."""
-    pools = [kind.pool for kind in engine.scheduler.kinds if isinstance(kind, WindowPages)]
+    """Return whether no sequence has any page or state."""
+    pools = [kind.pool for kind in engine.scheduler.kinds if isinstance(kind, WindowPages | StatePool)]
     return engine.state().cache_used == 0 and not any(pool.pinned for pool in pools)
 
 
 def test_pages_that_are_gone_are_computed(pair: tuple[Engine, Engine]) -> None:
     """The slots of another prompt have other pages: as if the prefill ranks had started again. The first prompt has
-    nothing in the tree, and the second has a beginning there, whose window is released before pages are missed."""
+    nothing in the tree, and the second has a beginning there, whose window or states are released before pages are missed."""
     prefill, decode = pair
     first, longer = prompts()[0][::-1], [*prompts()[0][::-1], *prompts()[3]]
     (given,) = compute(prefill, [*first[1:], *longer])
     prefill.cancel(given.request)
-    for prompt, pages in ((first, 4), (longer, 9)):
+    for prompt, pages in ((first, 4), (longer, 8)):
         before, slots = decode.state(), [given.slots[0][:pages], *given.slots[1:]]
         answer = ask(decode, prompt, slots)
         assert decode.state().missed_prompts == before.missed_prompts + 1
@@ -268,14 +279,26 @@ def test_what_is_taken_in_pieces_may_be_interrupted(
 
 
 def test_a_prompt_that_the_cache_has_is_given_at_once(pair: tuple[Engine, Engine]) -> None:
-    """Another end than that of a prompt before leaves nothing to compute for prefill ranks."""
+    """Another end than that of a prompt before leaves nothing to compute for prefill ranks. Where slots have been used
+    for other prompts, it is given from the cache."""
     prefill, decode = pair
     first = [7, *prompts()[3]]
+    prompt = [*first[:-3], 1, 2, 3]
     (one,) = compute(prefill, first)
     before = prefill.state()
-    (two,) = compute(prefill, [*first[:-3], 1, 2, 3])
-    assert two.slots == one.slots
-    assert (prefill.state().prompt_tokens, prefill.state().given_pages) == (before.prompt_tokens, before.given_pages)
+    (two,) = compute(prefill, prompt)
+    assert two.slots == one.slots and prefill.state().given_pages == before.given_pages
     for event in (one, two):
         prefill.cancel(event.request)
     assert unused(prefill) and prefill.state().transfer_slots_used == 0
+    (given,) = (kind for kind in prefill.scheduler.kinds if isinstance(kind, GivenPages))
+    for pool in given._slots:
+        for entry in list(pool.idle):
+            pool.remove(entry)
+    (again,) = compute(prefill, prompt)
+    assert prefill.state().given_pages == before.given_pages + sum(map(len, again.slots))
+    assert prefill.state().prompt_tokens == before.prompt_tokens
+    missed = decode.state().missed_prompts
+    assert ask(decode, prompt, again.slots) == ask(decode, prompt, [], "computed here")
+    assert decode.state().missed_prompts == missed
+    prefill.cancel(again.request)

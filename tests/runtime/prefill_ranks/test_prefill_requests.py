@@ -27,7 +27,7 @@ class ScriptedEngine:
         self._socket = connection
         self._inbox = engine_inbox()
         self._received: list[Any] = []
-        self.send(EngineState(256, 256))
+        self.send(EngineState(256, 256, least_given=33))
 
     def send(self, message: EngineState | Events) -> None:
         self._socket.sendall(encode(message))

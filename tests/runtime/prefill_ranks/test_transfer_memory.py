@@ -11,13 +11,14 @@ from torch import Tensor
 
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.latent_pages import LatentPages
+from tilerank.kernels.state_slots import StateSlots
 from tilerank.parallel.group import Group, SingleGroup
-from tilerank.parallel.shard import Strategy, cut_heads
+from tilerank.parallel.shard import Cut, Strategy, cut_even_padded, cut_heads, cut_uneven
 from tilerank.runtime.protocol.areas import Area
-from tilerank.runtime.protocol.rank_messages import MovedPage
+from tilerank.runtime.protocol.rank_messages import GivePages, MovedPage, TakePages
 from tilerank.runtime.rank import transfer_memory
 from tilerank.runtime.rank.transfer_memory import Transfer, TransferMemory
-from tilerank.runtime.step.cache import Cache, CacheSpec, HeadPlace, PagedKV, PagedLatent
+from tilerank.runtime.step.cache import Cache, CacheSpec, HeadPlace, PagedKV, PagedLatent, RecurrentState
 
 PAGES, HEADS, DIM = 4, 3, 8
 GARBAGE = 99
@@ -90,12 +91,12 @@ def test_heads_are_cut_anew(files: Files, given: tuple[int, Strategy], taken: tu
         for layer, number, content in ((0, 0, made[0]), (0, 1, made[1]), (1, 1, made[2])):
             fill(caches[layer], specs[layer], number, content)
         gives = giving(files, 3, specs, caches, OneOf(rank))
-        gives.give(of_areas([(0, 2, FIRST), (1, 0, SECOND)], [(1, 1, SECOND)]))
+        gives.give(GivePages(of_areas([(0, 2, FIRST), (1, 0, SECOND)], [(1, 1, SECOND)])))
     for rank, specs in enumerate(specs_of(*taken)):
         caches = [spec.allocate(PAGES * 32) for spec in specs]
         takes = taking(files, specs, caches, OneOf(rank))
         assert takes.slot_bytes == gives.slot_bytes
-        assert takes.take(of_areas([(3, 2, FIRST), (1, 0, SECOND)], [(2, 1, SECOND)]))
+        assert takes.take(TakePages(of_areas([(3, 2, FIRST), (1, 0, SECOND)], [(2, 1, SECOND)])))
         for layer, number, content in ((0, 3, made[0]), (0, 1, made[1]), (1, 2, made[2])):
             place = specs[layer].place
             assert place is not None
@@ -107,15 +108,89 @@ def test_heads_are_cut_anew(files: Files, given: tuple[int, Strategy], taken: tu
             assert not any(heads.any() for heads in heads_of(caches[layer], number))
 
 
+KEY_DIM, VALUE_DIM, INPUTS = 4, 6, 3
+DELTA_CUTS = [cut_uneven(HEADS, tp) for tp in (1, 2, 4)] + [cut_even_padded(HEADS, 2)]
+
+
+def name_of(cut: Cut) -> str:
+    return f"{len(cut.spans)} ranks with {cut.spans[0].size}"
+
+
+def states_of(cut: Cut) -> list[RecurrentState]:
+    """Return what each rank keeps of a delta net with three key heads, with two value heads each."""
+    return [
+        RecurrentState(
+            keys.size * (2 * KEY_DIM + 2 * VALUE_DIM),
+            INPUTS + 1,
+            2 * keys.size,
+            KEY_DIM,
+            VALUE_DIM,
+            torch.bfloat16,
+            2,
+            HeadPlace.apart(keys, HEADS),
+            HeadPlace.apart(keys.scaled(2), 2 * HEADS),
+        )
+        for keys in cut.spans
+    ]
+
+
+def inputs_of(spec: RecurrentState, states: StateSlots, slot: int) -> list[Tensor]:
+    """Return the last inputs of queries, keys and values as [input, head, dim]."""
+    keys, values = spec.key_heads * KEY_DIM, spec.value_heads * VALUE_DIM
+    parts = states.conv[slot, :INPUTS].split([keys, keys, values], dim=1)
+    heads = (spec.key_heads, KEY_DIM), (spec.key_heads, KEY_DIM), (spec.value_heads, VALUE_DIM)
+    return [part.unflatten(1, sizes) for part, sizes in zip(parts, heads, strict=True)]
+
+
+@pytest.mark.parametrize(("given", "taken"), list(itertools.product(DELTA_CUTS, DELTA_CUTS)), ids=name_of)
+def test_states_are_cut_anew(files: Files, given: Cut, taken: Cut) -> None:
+    """Those of slot 0 are copied to slot 1 first, go through slot 2 of the memory, and arrive in slot 3. What both have
+    of drafts stays."""
+    (whole,) = states_of(cut_uneven(HEADS, 1))
+    inputs = [torch.rand(INPUTS, count, dim).bfloat16() for count, dim in ((3, KEY_DIM), (3, KEY_DIM), (6, VALUE_DIM))]
+    matrices = torch.rand(6, KEY_DIM, VALUE_DIM)
+    message = of_areas([], [], [(1, 2, FIRST)])
+    for rank, spec in reversed(list(enumerate(states_of(given)))):
+        states = spec.allocate(4)
+        states.conv[:, INPUTS:] = GARBAGE
+        for mine, every, place in zip(inputs_of(spec, states, 0), inputs, places_of(spec), strict=True):
+            count = min(mine.shape[1], place.total - place.first)
+            mine[:, :count] = every[:, place.first : place.first + count]
+        place = places_of(spec)[2]
+        count = min(spec.value_heads, place.total - place.first)
+        states.state[0, :count] = matrices[place.first : place.first + count]
+        giving(files, 3, [spec], [states], OneOf(rank)).give(GivePages(message, [(0, 1)]))
+    for rank, spec in enumerate(states_of(taken)):
+        states = spec.allocate(4)
+        takes = taking(files, [spec], [states], OneOf(rank))
+        assert takes.slot_bytes == taking(files, [whole], [whole.allocate(1)], SingleGroup()).slot_bytes
+        assert takes.take(TakePages(of_areas([], [], [(3, 2, FIRST)])))
+        for mine, every, place in zip(inputs_of(spec, states, 3), inputs, places_of(spec), strict=True):
+            count = min(mine.shape[1], place.total - place.first)
+            assert torch.equal(mine[:, :count], every[:, place.first : place.first + count])
+            assert not mine[:, count:].any()
+        place = places_of(spec)[2]
+        count = min(spec.value_heads, place.total - place.first)
+        assert torch.equal(states.state[3, :count], matrices[place.first : place.first + count])
+        assert not states.state[3, count:].any() and not states.state[:3].any()
+        assert not states.conv[:3].any() and not states.conv[3, INPUTS:].any()
+
+
+def places_of(spec: RecurrentState) -> list[HeadPlace]:
+    """Return the places of queries, keys and values."""
+    assert spec.keys is not None and spec.values is not None
+    return [spec.keys, spec.keys, spec.values]
+
+
 def test_latents_are_given_by_one_rank_and_taken_by_all(files: Files) -> None:
     spec, content = PagedLatent(32, 8, torch.float32), torch.rand(32, 64)
     for rank in (1, 0):
         cache = LatentPages.empty(2, 32, 8, torch.float32)
         cache.data[1] = content if rank == 0 else GARBAGE
-        giving(files, 1, [spec], [cache], OneOf(rank)).give(of_areas([(1, 0, FIRST)]))
+        giving(files, 1, [spec], [cache], OneOf(rank)).give(GivePages(of_areas([(1, 0, FIRST)])))
     for rank in range(3):
         cache = spec.allocate(64)
-        assert taking(files, [spec], [cache], OneOf(rank)).take(of_areas([(0, 0, FIRST)]))
+        assert taking(files, [spec], [cache], OneOf(rank)).take(TakePages(of_areas([(0, 0, FIRST)])))
         assert torch.equal(cache.data[0], content) and not cache.data[1].any()
 
 
@@ -124,20 +199,20 @@ def test_pages_that_are_gone_are_not_taken(files: Files) -> None:
     spec = PagedKV(1, 8, torch.float32)
     gives = giving(files, 2, [spec], [spec.allocate(PAGES * 32)], SingleGroup())
     takes = taking(files, [spec], [spec.allocate(PAGES * 32)], SingleGroup())
-    assert not takes.take(of_areas([(0, 0, FIRST)]))
-    gives.give(of_areas([(0, 0, FIRST), (1, 1, SECOND)]))
-    assert takes.take(of_areas([(0, 0, FIRST), (1, 1, SECOND)]))
-    assert not takes.take(of_areas([(0, 0, FIRST), (1, 1, FIRST)]))
-    assert not takes.take(of_areas([(0, 2, FIRST)]))
+    assert not takes.take(TakePages(of_areas([(0, 0, FIRST)])))
+    gives.give(GivePages(of_areas([(0, 0, FIRST), (1, 1, SECOND)])))
+    assert takes.take(TakePages(of_areas([(0, 0, FIRST), (1, 1, SECOND)])))
+    assert not takes.take(TakePages(of_areas([(0, 0, FIRST), (1, 1, FIRST)])))
+    assert not takes.take(TakePages(of_areas([(0, 2, FIRST)])))
     read = transfer_memory._Heads.read
 
     def read_slowly(heads: transfer_memory._Heads, number: int, slot: Tensor) -> None:
         read(heads, number, slot)
-        gives.give(of_areas([(2, 0, SECOND)]))
+        gives.give(GivePages(of_areas([(2, 0, SECOND)])))
 
     with mock.patch.object(transfer_memory._Heads, "read", read_slowly):
-        assert not takes.take(of_areas([(0, 0, FIRST)]))
-    assert takes.take(of_areas([(0, 0, SECOND)]))
+        assert not takes.take(TakePages(of_areas([(0, 0, FIRST)])))
+    assert takes.take(TakePages(of_areas([(0, 0, SECOND)])))
 
 
 def test_the_memory_grows_and_never_shrinks(files: Files) -> None:
@@ -148,5 +223,5 @@ def test_the_memory_grows_and_never_shrinks(files: Files) -> None:
     for slots, most in ((2, 2), (5, 5), (3, 5)):
         gives = giving(files, slots, [spec], [spec.allocate(32)], SingleGroup())
         assert os.fstat(files[Area.PAGES]).st_size == most * gives.slot_bytes[Area.PAGES]
-        gives.give(of_areas([(0, slots - 1, bytes([slots]) * 16)]))
-        assert takes.take(of_areas([(0, slots - 1, bytes([slots]) * 16)]))
+        gives.give(GivePages(of_areas([(0, slots - 1, bytes([slots]) * 16)])))
+        assert takes.take(TakePages(of_areas([(0, slots - 1, bytes([slots]) * 16)])))

@@ -132,12 +132,12 @@ class GenerateJob:
         if self._plan:
             log_debug_on_rank0(log, "the ranks and their parts:\n%s", render(self._plan))
             log_info_on_rank0(log, cache_text(self._plan))
-            if self._options.gives_pages:
-                log_info_on_rank0(log, "half of it is the memory through which decode ranks take the pages of prompts")
             if self._plan.window_tokens:
                 log_info_on_rank0(log, windows_text(self._plan))
             if self._plan.states:
                 log_info_on_rank0(log, states_text(self._plan))
+            if self._options.gives_pages:
+                log_info_on_rank0(log, "half of the cache is the memory through which decode ranks take the prompts")
             if tokens < self._plan.cached_tokens:
                 log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         config = self._options.rank_config(read_card(self._model_dir), tokens)

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
+from tilerank.kernels.kv_pages import PAGE_TOKENS
+
 from ..protocol.areas import Area
 from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import Chunk, Step
@@ -113,12 +115,14 @@ class CacheKind(Generic[S]):
 
 
 class MovedKind(CacheKind[S], ABC):
-    """A kind of cache of which prefill ranks give pages to decode ranks, each named by the digest of its tokens.
+    """A kind of cache of which prefill ranks give pages, or slots, to decode ranks, each named by the digest of all
+    tokens up to its end.
 
-    area: of the memory between them.
+    area: of the memory between them. least_tokens: the fewest of a prompt of which something moves.
     """
 
     area: ClassVar[Area]
+    least_tokens: ClassVar[int] = PAGE_TOKENS + 1
 
     @abstractmethod
     def moved_keys(self, sequence: S, digests: Sequence[bytes]) -> Sequence[bytes]:
@@ -132,6 +136,10 @@ class MovedKind(CacheKind[S], ABC):
     def take(self, sequence: S, pages: int) -> list[int | None]:
         """Let a sequence that is admitted, and of which nothing is computed yet, hold the pages from which it is
         continued after `pages` pages. Returns their numbers to be filled, None for a page that the tree has."""
+
+    def pending_copies(self) -> list[tuple[int, int]]:
+        """Return, once, the copies of slots that the ranks have not received: (from, to)."""
+        return []
 
 
 class WorkInPieces(ABC):

@@ -17,9 +17,8 @@ def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]
     """Return the kinds of cache of a model, in the order in which they are asked at admission: states, pages of windows
     and sources before the pages, which depend on the first two, and these before what continues them elsewhere and the
     encodings of what they do not hold."""
-    states = [StatePool(worker.states)] if worker.states else []
-    windows: list[MovedKind[Sequence]] = [WindowPages(worker.window_pages, worker.window)] if worker.window else []
-    beside: list[CacheKind[Sequence]] = [*states, *windows]
+    beside: list[MovedKind[Sequence]] = [StatePool(worker.states)] if worker.states else []
+    beside += [WindowPages(worker.window_pages, worker.window)] if worker.window else []
     # The worker keeps the keys and values of cross-attention in the other half.
     encodings = EncoderCache(mm_cache_bytes // 2 if worker.source_pages else mm_cache_bytes)
     sources = [SourcePool(worker.source_pages, encodings)] if worker.source_pages else []
@@ -29,8 +28,8 @@ def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]
         elsewhere = [StoredPages(worker, worker.store, pages, [encodings])]
     if (memory := worker.transfers) is not None:
         elsewhere = [
-            GivenPages(worker, memory, [*windows, pages])
+            GivenPages(worker, memory, [*beside, pages])
             if memory.gives
-            else TakenPages(worker, memory, windows, pages, [encodings])
+            else TakenPages(worker, memory, beside, pages, [encodings])
         ]
     return [*beside, *sources, pages, *elsewhere, encodings]

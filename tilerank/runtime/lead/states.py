@@ -14,14 +14,16 @@ The number of slots follows from the number of cached tokens (protocol/sizes.py)
 from collections import abc
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 from tilerank.kernels.state_slots import BLOCK_TOKENS
 
+from ..protocol.areas import Area
 from ..protocol.engine_state import EngineState
 from ..protocol.rank_messages import Step
 from ..protocol.sizes import STATE_DRAFTS
-from .cache_kind import CacheKind
+from .cache_kind import MovedKind
 from .lru_pool import NumberedEntry, NumberedPool
 from .sequence import OPENING_TOKENS, Scheduled, Sequence, common_tokens
 
@@ -41,8 +43,11 @@ class _States:
     newest: Hashable | None = None
 
 
-class StatePool(CacheKind[Sequence]):
+class StatePool(MovedKind[Sequence]):
     """All slots, numbered from 0 to `slots` - 1. A snapshot has the page at whose end it was taken as its key."""
+
+    area: ClassVar = Area.STATES
+    least_tokens: ClassVar = BLOCK_TOKENS + OPENING_TOKENS
 
     def __init__(self, slots: int) -> None:
         self.pool = NumberedPool(slots)
@@ -117,14 +122,13 @@ class StatePool(CacheKind[Sequence]):
         return max(end - sequence.cached, 0)
 
     def announce(self, step: Step, scheduled: Scheduled) -> None:
-        step.state_copies.extend(self.copies)
-        self.copies.clear()
+        step.state_copies.extend(self.pending_copies())
         step.state_slots.extend(self.slot(sequence) for sequence, _ in scheduled)
 
     def will_share(self, running: Sequence, waiting: Sequence) -> bool:
         """Plan a snapshot where the tokens of the two sequences part: of the running one, or of the waiting one if the
         other is past this place. Returns whether the running one will take a snapshot that the other can continue."""
-        parts = common_tokens(running, waiting, BLOCK_TOKENS, min(running.length, waiting.length) - 2)
+        parts = common_tokens(running, waiting, BLOCK_TOKENS, min(len(running.keys), len(waiting.keys)) - 2)
         if parts > running.cached:
             running.snapshots_at.add(parts)
         is_about_to = any(at <= parts for at in running.snapshots_at)
@@ -135,8 +139,9 @@ class StatePool(CacheKind[Sequence]):
     def filled(self, sequence: Sequence, pages: abc.Sequence[Hashable], first: int) -> None:
         """Take the snapshot that is planned where the cached tokens end, or that of the generated tokens."""
         states, page = self._states[sequence], pages[-1]
-        if sequence.cached in sequence.snapshots_at:
-            sequence.snapshots_at.remove(sequence.cached)
+        is_planned = sequence.cached in sequence.snapshots_at
+        sequence.snapshots_at = {at for at in sequence.snapshots_at if at > sequence.cached}
+        if is_planned:
             self._take_snapshot(sequence, page)
         elif sequence.cached % BLOCK_TOKENS == 0 and sequence.cached > sequence.prompt_len:
             if states.newest is not None and page not in self.pool:
@@ -147,6 +152,24 @@ class StatePool(CacheKind[Sequence]):
     def drop(self, page: Hashable) -> None:
         if page in self.pool:
             self.pool.remove(self.pool[page])
+
+    def continuable(self, sequence: Sequence, tokens: int) -> int:
+        """Return where a snapshot is planned, so that what is given is shared as well."""
+        return max(full_blocks(min(tokens, sequence.prompt_len - OPENING_TOKENS)), 0)
+
+    def moved_keys(self, sequence: Sequence, digests: abc.Sequence[bytes]) -> abc.Sequence[bytes]:
+        return digests[-1:]
+
+    def given(self, sequence: Sequence, pages: int) -> list[int]:
+        return [self.slot(sequence)] if pages else []
+
+    def take(self, sequence: Sequence, pages: int) -> list[int | None]:
+        return [self.slot(sequence)]
+
+    def pending_copies(self) -> list[tuple[int, int]]:
+        copies = list(self.copies)
+        self.copies.clear()
+        return copies
 
     def report(self, state: EngineState) -> None:
         state.state_slots, state.snapshots = self.pool.capacity, len(self.pool.idle)

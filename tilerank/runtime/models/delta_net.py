@@ -18,7 +18,7 @@ from tilerank.parallel.parameters import PlainParameter, WholeParameter
 from tilerank.parallel.sharding import Sharding
 
 from ..step.batch import Batch, LogitRows
-from ..step.cache import RecurrentState
+from ..step.cache import HeadPlace, RecurrentState
 from .decoder import Mixer
 from .padded_heads import head_multiple
 
@@ -65,6 +65,8 @@ class GatedDeltaNet(Mixer[StateSlots]):
             heads.value_dim,
             sharding.dtype,
             sharding.state_drafts,
+            HeadPlace.apart(self.projection.cut.spans[sharding.rank], heads.key_heads),
+            HeadPlace.apart(values, heads.value_heads),
         )
         self._eps = eps
         self._activations = sharding.dtype

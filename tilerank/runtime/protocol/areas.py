@@ -4,7 +4,8 @@ from enum import IntEnum
 
 
 class Area(IntEnum):
-    """An area has slots of one size, each for a page of the cache."""
+    """An area has slots of one size, each for a page of the cache, or for the states of a sequence."""
 
     PAGES = 0
     WINDOW_PAGES = 1
+    STATES = 2

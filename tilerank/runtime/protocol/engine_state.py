@@ -26,7 +26,8 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     talker_pages_used: pages of the talker's cache, 0 for models that do not speak, and how many of them are in use.
 
     transfer_slots, transfer_slots_used: slots through which prefill ranks give pages, 0 elsewhere, and how many of them
-    requests have pinned. given_pages: total since the start. taken_pages, taken_bytes, missed_prompts: totals of decode
+    requests have pinned, of the kind of which most are. given_pages: total since the start. least_given: the fewest
+    tokens of a prompt of which prefill ranks give anything. taken_pages, taken_bytes, missed_prompts: totals of decode
     ranks: the pages that they have taken, their bytes with all heads, and the prompts of which a page was gone.
 
     drafted_tokens, accepted_tokens: totals since the start of the tokens that were drafted and checked, and of those
@@ -62,6 +63,7 @@ class EngineState(msgspec.Struct, array_like=True, tag=3):
     transfer_slots: int = 0
     transfer_slots_used: int = 0
     given_pages: int = 0
+    least_given: int = 0
     taken_pages: int = 0
     taken_bytes: int = 0
     missed_prompts: int = 0

@@ -137,23 +137,28 @@ class LoadPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 MovedPage = tuple[int, int, bytes]
-"""A page that goes from one group of ranks to the other: its number, the slot of the memory between them, and the
-digest of all tokens up to its end."""
+"""A page, or a slot for states, that goes from one group of ranks to the other: its number, the slot of the memory
+between them, and the digest of all tokens up to its end."""
 
 
 class GivePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Prefill ranks: copy pages to the memory of both groups (rank/transfer_memory.py), a list for each area."""
+    """Prefill ranks: copy pages to the memory of both groups (rank/transfer_memory.py).
+
+    pages: of each area. state_copies: as in Step, before that.
+    """
 
     pages: list[list[MovedPage]]
+    state_copies: list[tuple[int, int]] = []
 
 
 class TakePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Decode ranks: copy pages from this memory, and gather whether every rank has found all of them there.
 
-    pages: as in GivePages.
+    pages, state_copies: as in GivePages.
     """
 
     pages: list[list[MovedPage]]
+    state_copies: list[tuple[int, int]] = []
 
 
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,8 +1,9 @@
-"""The memory through which prefill ranks give pages of the KV cache to decode ranks.
+"""The memory through which prefill ranks give pages of the KV cache, and states, to decode ranks.
 
-It has an area for each kind of page (protocol/areas.py): a memory file that the supervisor holds and the ranks of both
-groups map, in slots of one page each. A slot has the heads of the whole model in their order, whatever the cut of
-either group: a prefill rank writes those of its heads that no rank before it has, and a decode rank reads its own.
+It has an area for each kind of them (protocol/areas.py): a memory file that the supervisor holds and the ranks of both
+groups map, in slots of one page, or of the states of one sequence. A slot has the heads of the whole model in their
+order, whatever the cut of either group: a prefill rank writes those of its heads that no rank before it has, and a
+decode rank reads its own.
 
 A slot begins with the digest of its page (lead/pages.py: page_digest). It is zeroed before any rank writes other heads
 to the slot, and written once all have. A rank that finds the same digest before and after it has copied its heads has
@@ -19,16 +20,17 @@ from torch import Tensor
 
 from tilerank.kernels.kv_pages import KVPages
 from tilerank.kernels.latent_pages import LatentPages
+from tilerank.kernels.state_slots import StateSlots
 from tilerank.parallel.group import Group
 
 from ..protocol.areas import Area
 from ..protocol.rank_messages import GivePages, MovedPage, TakePages
-from ..step.cache import Budget, Cache, CacheSpec, HeadPlace, PagedKV
+from ..step.cache import Budget, Cache, CacheSpec, HeadPlace, PagedKV, RecurrentState, copy_states
 
 _DIGEST_BYTES = 16
 _ALIGNMENT = 64
 """Bytes of a slot before its heads, which begin with the digest; heads of each tensor begin at a multiple."""
-_AREAS = {Budget.TOKENS: Area.PAGES, Budget.WINDOW_TOKENS: Area.WINDOW_PAGES}
+_AREAS = {Budget.TOKENS: Area.PAGES, Budget.WINDOW_TOKENS: Area.WINDOW_PAGES, Budget.STATES: Area.STATES}
 """Where the caches of a layer go, by what they are counted in."""
 
 
@@ -61,7 +63,7 @@ class _Heads:
     def in_slots(self, rows: Tensor) -> Tensor:
         """Return the heads of all slots, [slot, head, ...], whose bytes are rows[slot, byte]."""
         heads = rows[:, self.offset : self.stop].view(self.pages.dtype)
-        return heads.unflatten(1, (self.place.total, *self.pages.shape[2:]))
+        return heads.view(rows.shape[0], self.place.total, *self.pages.shape[2:])
 
     def write(self, number: int, slot: Tensor) -> None:
         """Copy the heads of page `number` that no rank before this one has to a slot [head, ...]."""
@@ -149,7 +151,7 @@ class TransferMemory:
         group: Group,
         slots: Mapping[Area, int],
     ) -> None:
-        self.gives, self._group = transfer.gives, group
+        self.gives, self._caches, self._group = transfer.gives, caches, group
         self._areas: list[_Slots] = []
         for kind in Area:
             held = [pair for pair in zip(specs, caches, strict=True) if _AREAS.get(pair[0].budget) is kind]
@@ -161,24 +163,27 @@ class TransferMemory:
     def follow(self, message: GivePages | TakePages) -> None:
         """Ranks above 0: do what a message of rank 0 says."""
         match message:
-            case GivePages(pages):
-                self.give(pages)
-            case TakePages(pages):
-                self.take(pages)
+            case GivePages():
+                self.give(message)
+            case TakePages():
+                self.take(message)
 
-    def give(self, pages: Sequence[Sequence[MovedPage]]) -> None:
-        """Copy pages of each area to the memory. A collective: all ranks call this with the same pages."""
-        for area, moved in zip(self._areas, pages, strict=True):
+    def give(self, message: GivePages) -> None:
+        """Copy pages of each area to the memory. A collective: all ranks call this with the same message."""
+        copy_states(self._caches, message.state_copies)
+        for area, moved in zip(self._areas, message.pages, strict=True):
             area.write(moved)
         self._group.barrier()
-        for area, moved in zip(self._areas, pages, strict=True) if self._group.rank == 0 else ():
+        for area, moved in zip(self._areas, message.pages, strict=True) if self._group.rank == 0 else ():
             for _, slot, digest in moved:
                 area.set_digest(slot, digest)
 
-    def take(self, pages: Sequence[Sequence[MovedPage]]) -> bool:
+    def take(self, message: TakePages) -> bool:
         """Copy pages of each area from the memory. Returns whether every rank has found all of them there. A
-        collective: all ranks call this with the same pages."""
-        found = all(area.read(page) for area, moved in zip(self._areas, pages, strict=True) for page in moved)
+        collective: all ranks call this with the same message."""
+        copy_states(self._caches, message.state_copies)
+        of_areas = zip(self._areas, message.pages, strict=True)
+        found = all(area.read(page) for area, moved in of_areas for page in moved)
         return bool(self._group.all_gather(torch.tensor([int(found)])).min())
 
 
@@ -192,7 +197,26 @@ def _heads_of(spec: CacheSpec, cache: Cache, rank: int) -> list[tuple[Tensor, He
         case LatentPages():
             place = HeadPlace(0, min(rank, 1), 1)
             return [(tensor.unsqueeze(1), place) for tensor in cache.tensors]
+        case StateSlots() if isinstance(spec, RecurrentState):
+            return _heads_of_states(spec, cache)
     return []
+
+
+def _heads_of_states(spec: RecurrentState, states: StateSlots) -> list[tuple[Tensor, HeadPlace]]:
+    """Return the last inputs of the convolution, of queries, keys and values, as [slot, head, input, dim], and the
+    matrices of the delta rule, without what both have of drafts."""
+    key_heads, value_heads = spec.key_heads, spec.value_heads
+    keys = spec.keys or HeadPlace(0, 0, key_heads)
+    values = spec.values or HeadPlace(0, 0, value_heads)
+    parts = [(key_heads, spec.key_dim, keys)] * 2 + [(value_heads, spec.value_dim, values)]
+    inputs = torch.split(states.conv[:, : spec.conv_width - 1], [heads * dim for heads, dim, _ in parts], dim=2)
+    return [
+        *(
+            (tensor.view(*tensor.shape[:2], heads, dim).transpose(1, 2), place)
+            for tensor, (heads, dim, place) in zip(inputs, parts, strict=True)
+        ),
+        (states.state, values),
+    ]
 
 
 def transfer_memory(

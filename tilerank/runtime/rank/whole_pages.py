@@ -1,4 +1,4 @@
-"""The models whose caches are pages that can leave the memory of the ranks and come back."""
+"""The models whose caches are pages and states that can leave the memory of the ranks and come back."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _OTHER_KINDS = {
 """The contents of a cache beside pages that have all of a token, by what the cache is counted in."""
 _ALSO_MOVED: dict[str, dict[Budget, str]] = {
     "--kv-dir": {},
-    "--prefill-nodes": {Budget.WINDOW_TOKENS: "a window of them"},
+    "--prefill-nodes": {Budget.WINDOW_TOKENS: "a window of them", Budget.STATES: "states"},
 }
 """Which of these an option moves as well, by option."""
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from tilerank.kernels import ops
 from tilerank.kernels.graph import Profile
 from tilerank.kernels.kv_pages import PAGE_TOKENS
-from tilerank.kernels.state_slots import StateSlots
 from tilerank.loader.calibration import Calibration
 from tilerank.loader.checkpoint import Checkpoint
 from tilerank.loader.packed_weights import NO_FILES, WeightFiles
@@ -40,6 +39,7 @@ from ..step.cache import (
     bytes_per_state,
     bytes_per_token,
     bytes_per_window_token,
+    copy_states,
     expected_tokens,
     has_states,
     num_pages,
@@ -130,10 +130,9 @@ class Worker:
             self.source_pages * PAGE_TOKENS,
             (self.window_pages + 1) * PAGE_TOKENS,
         )
-        self._states = [cache for cache in self._caches if isinstance(cache, StateSlots)]
         self.store = None if files is None else PageStore(files, self._caches, group)
         """Keeps pages of the cache in files; None if the configuration has no directory for them."""
-        slots = {Area.PAGES: self.pages, Area.WINDOW_PAGES: self.window_pages}
+        slots = {Area.PAGES: self.pages, Area.WINDOW_PAGES: self.window_pages, Area.STATES: self.states}
         self.transfers = transfer_memory(config.transfer, specs, self._caches, group, slots)
         """Through which pages go from prefill ranks to decode ranks; None if the same ranks do both."""
         self.step_bytes = bytes_per_step(self._model)
@@ -295,9 +294,7 @@ class Worker:
                 self._held[seen.sequence].source.pages = seen.pages
         group = self.team.group
         began, waited = time.perf_counter(), group.waited_s
-        for source, target in step.state_copies:
-            for states in self._states:
-                states.copy(source, target)
+        copy_states(self._caches, step.state_copies)
         if self.drafts is not None:
             self.drafts.begin(step)
         logits = self._forward(separate_drafts(step))

@@ -14,7 +14,7 @@ import torch
 from tilerank.kernels.kv_pages import PAGE_TOKENS, KVPages
 from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.state_slots import StateSlots
-from tilerank.parallel.shard import HeadCut
+from tilerank.parallel.shard import HeadCut, Span
 
 from ..protocol.errors import EngineError
 
@@ -34,7 +34,7 @@ class Budget(Enum):
 
 @dataclass(frozen=True)
 class HeadPlace:
-    """Where the KV heads of a rank are among the `total` heads of its layer; those that would follow them are zero.
+    """Where the heads that a rank caches are among the `total` heads of its layer; those that would follow are zero.
 
     first: the number of its first head. own: of the first one that no rank before it has as well.
     """
@@ -48,6 +48,11 @@ class HeadPlace:
         first = cut.kv[rank].start
         own = max(first, cut.kv[rank - 1].stop) if rank else first
         return HeadPlace(first, own, cut.kv[-1].stop)
+
+    @staticmethod
+    def apart(span: Span, total: int) -> "HeadPlace":
+        """Return the place of heads that no other rank has."""
+        return HeadPlace(span.start, span.start, total)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ class RecurrentState:
     """A gated delta net (Qwen3.5): per request the last inputs of the convolution and one fp32 matrix a value head.
 
     conv_channels, value_heads: those of this rank. drafts: Sharding.state_drafts; beside the states there is
-    room for what they need to take in so many drafts.
+    room for what they need to take in so many drafts. keys, values: the places of the key heads and of the value heads;
+    None for all heads of the layer.
     """
 
     conv_channels: int
@@ -138,6 +144,8 @@ class RecurrentState:
     value_dim: int
     dtype: torch.dtype
     drafts: int = 0
+    keys: HeadPlace | None = None
+    values: HeadPlace | None = None
     budget: ClassVar = Budget.STATES
 
     def nbytes(self, states: int) -> int:
@@ -145,6 +153,11 @@ class RecurrentState:
 
     def allocate(self, states: int) -> StateSlots:
         return StateSlots.empty(states, *self._shape, self.drafts)
+
+    @property
+    def key_heads(self) -> int:
+        """Those of this rank."""
+        return (self.conv_channels - self.value_heads * self.value_dim) // (2 * self.key_dim)
 
     @property
     def step_bytes(self) -> int:
@@ -236,3 +249,11 @@ def allocate(
     for spec in specs:
         caches.append(caches[spec.layer] if isinstance(spec, SharedKV) else spec.allocate(sizes[spec.budget]))
     return caches
+
+
+def copy_states(caches: Sequence[Cache], copies: Sequence[tuple[int, int]]) -> None:
+    """Copy the slots of all layers with states, (from, to) in this order."""
+    for source, target in copies:
+        for cache in caches:
+            if isinstance(cache, StateSlots):
+                cache.copy(source, target)

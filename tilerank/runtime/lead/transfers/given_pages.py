@@ -61,8 +61,9 @@ class GivenPages(CacheKind[Sequence]):
                 if not entry.ready
             ]
         if any(new):
-            self._worker.announce(GivePages(new))
-            self._memory.give(new)
+            message = GivePages(new, [copy for kind in self._kinds for copy in kind.pending_copies()])
+            self._worker.announce(message)
+            self._memory.give(message)
         for entries in pinned:
             for entry in entries:
                 entry.ready = True
@@ -79,6 +80,7 @@ class GivenPages(CacheKind[Sequence]):
         fullest = max(self._slots, key=lambda slots: slots.pinned / max(slots.capacity, 1))
         state.transfer_slots, state.transfer_slots_used = fullest.capacity, fullest.pinned
         state.given_pages = self._given_pages
+        state.least_given = max(kind.least_tokens for kind in self._kinds)
 
     def _unpin(self, pinned: list[list[NumberedEntry]]) -> None:
         for slots, entries in zip(self._slots, pinned, strict=False):

@@ -69,8 +69,10 @@ class TakenPages(PageReads[tuple[Area, MovedPage]]):
         pages: list[list[MovedPage]] = [[] for _ in Area]
         for area, page in piece:
             pages[area].append(page)
-        self._worker.announce(TakePages(pages))
-        if not self._memory.take(pages):
+        # A slot for states may have been that of a sequence whose snapshot is not copied yet.
+        message = TakePages(pages, [copy for kind in self._kinds for copy in kind.pending_copies()])
+        self._worker.announce(message)
+        if not self._memory.take(message):
             self._missed += 1
             sequence.slots, sequence.is_lost = [], True
             return False

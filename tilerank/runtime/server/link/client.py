@@ -14,7 +14,7 @@ from ...protocol.params import SamplingParams
 from ...protocol.prompt import Prompt
 from .connection import EngineConnection, EngineGoneError, Prefill, Progress
 from .rank_stats import RankStats, merge
-from .routing import BLOCK_TOKENS, block_hashes, choose_replica
+from .routing import block_hashes, choose_replica
 from .totals import Totals
 
 MAX_QUEUED = 1024
@@ -100,7 +100,7 @@ class EngineClient:
         takers = self._takers()
         # One replica needs no memory of its prompts, which takes 14 MB.
         blocks = block_hashes(prompt.keys) if len(self._engines) > 1 else []
-        prefilling = self._ready(prefilling=True) if _has_pages_to_compute(prompt, params) else []
+        prefilling = self._prefilling_engines(prompt, params)
         prefill = Prefill(_choose(prefilling, blocks)) if prefilling else None
         return _choose(takers, blocks).submit(prompt, params, seeds, prefill)
 
@@ -116,6 +116,15 @@ class EngineClient:
         of_role = [engine for i, engine in self._engines.items() if (i in self._prefilling) == prefilling]
         return [engine for engine in of_role if engine.state is not None]
 
+    def _prefilling_engines(self, prompt: Prompt, params: SamplingParams) -> list[EngineConnection]:
+        """Return the engines of prefill ranks that can compute something of a prompt for its request. What a request
+        reports of its prompt is computed where it runs."""
+        reports = params.prompt_logprobs is not None or params.hidden_layers or params.speech is not None
+        if reports or not params.max_new_tokens:
+            return []
+        length, engines = len(prompt.token_ids), self._ready(prefilling=True)
+        return [engine for engine in engines if engine.state is not None and engine.state.least_given <= length]
+
     async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Progress]:
         """Yield the tokens of a request with one choice. Closing the generator cancels it. Raises as in `submit`."""
         with self.submit(prompt, params, [params.seed]) as (tokens,):
@@ -130,10 +139,3 @@ def _choose(engines: Sequence[EngineConnection], blocks: Sequence[int]) -> Engin
     engine = engines[choose_replica([engine.load for engine in engines], seen, len(blocks))]
     engine.prompts.add(blocks)
     return engine
-
-
-def _has_pages_to_compute(prompt: Prompt, params: SamplingParams) -> bool:
-    """Return whether prefill ranks can compute pages of a prompt for its request, whose last token is left to those
-    that generate. What a request reports of its prompt is computed where it runs."""
-    reports = params.prompt_logprobs is not None or params.hidden_layers or params.speech is not None
-    return len(prompt.token_ids) > BLOCK_TOKENS and params.max_new_tokens > 0 and not reports
