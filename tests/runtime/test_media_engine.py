@@ -2,8 +2,6 @@
 
 import functools
 import math
-import os
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from batching import DEMO, answers, evict, forget, one_by_one, score_in_chunks, single_engine, spy
+from batching import (
+    DEMO,
+    answers,
+    evict,
+    forget,
+    memory_files,
+    one_by_one,
+    prefilled,
+    score_in_chunks,
+    single_engine,
+    spy,
+)
 from media_prompts import SMALL, VIDEO, ask, medium, mixed, prompt, smallest, text
 from ranks import Ranks, eventually, run_ranks
 from rungs import needs_compiled
@@ -21,10 +30,8 @@ from tilerank.runtime.lead import encodings, media_encoding
 from tilerank.runtime.lead.encodings import EncoderCache
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.media_encoding import MediaEncoding, operations_of_piece
-from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.areas import Area
 from tilerank.runtime.protocol.errors import RequestError
-from tilerank.runtime.protocol.events import Event, PrefilledEvent
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.protocol.rank_messages import Encode, EncodePiece, Frames, Message, StopEncode
 from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
@@ -370,21 +377,16 @@ def test_pictures_before_pages_that_are_read_from_files_are_not_encoded(
 def test_pictures_before_pages_of_prefill_ranks_are_not_encoded_again(
     checkpoint: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ExitStack() as files:
-        fds = tuple(files.enter_context(open(os.memfd_create("pages"), "rb")).fileno() for _ in Area)
-        config: dict[str, Any] = {"dtype": torch.bfloat16, "max_total_tokens": 2048, "eager": True}
+    """The second of two pictures follows the three full pages: prefill ranks leave it to decode ranks."""
+    config: dict[str, Any] = {"dtype": torch.bfloat16, "max_total_tokens": 2048, "eager": True}
+    request = ask(prompt(text(1, 20), SMALL, text(2, 70), medium(9, 2, 3), text(3, 5)), 4)
+    with memory_files() as files:
         prefill, decode = (
-            single_engine(checkpoint, **config, transfer=Transfer(fds, gives)) for gives in (True, False)
+            single_engine(checkpoint, **config, transfer=Transfer(files, gives)) for gives in (True, False)
         )
-        request = ask(prompt(text(1, 20), SMALL, text(2, 70), medium(9, 2, 3), text(3, 5)), 4)
         sent = spy(prefill, monkeypatch)
-        prefill.submit(replace(request, params=SamplingParams(max_new_tokens=0)))
-        computed: list[Event] = []
-        while prefill.busy:
-            computed += prefill.step()
-        (event,) = computed
-        assert isinstance(event, PrefilledEvent) and len(event.slots[Area.PAGES]) == 3
-        assert encodes(sent) == 1  # the second picture follows the three full pages
+        slots = prefilled(prefill, request)
+        assert len(slots[Area.PAGES]) == 3 and encodes(sent) == 1
         sent = spy(decode, monkeypatch)
-        assert answers(decode, [replace(request, slots=event.slots)]) == answers(engine, [request])
-        assert encodes(sent) == 1  # of the second picture
+        assert answers(decode, [replace(request, slots=slots)]) == answers(engine, [request])
+        assert encodes(sent) == 1

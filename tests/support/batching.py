@@ -1,7 +1,9 @@
 """Engines under test, their answers, and functions of ranks: results must not depend on what runs in the same batch."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.lead.states import StatePool
 from tilerank.runtime.lead.transfers.stored_pages import StoredPages
 from tilerank.runtime.lead.window_pages import WindowPages
-from tilerank.runtime.protocol.events import ScoredEvent, TokenEvent
+from tilerank.runtime.protocol.areas import Area
+from tilerank.runtime.protocol.events import Event, PrefilledEvent, ScoredEvent, TokenEvent
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Message
 from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
@@ -107,6 +110,24 @@ def score_in_chunks(engine: Engine, prompt: Prompt, cuts: list[int]) -> torch.Te
 
     with mock.patch.object(module, "next_chunk", cut):
         return engine.score(prompt)
+
+
+@contextmanager
+def memory_files() -> Iterator[tuple[int, ...]]:
+    """The memory between prefill ranks and decode ranks."""
+    with ExitStack() as files:
+        yield tuple(files.enter_context(open(os.memfd_create("pages"), "rb")).fileno() for _ in Area)
+
+
+def prefilled(engine: Engine, request: Request) -> list[list[int]]:
+    """Return the slots in which prefill ranks have put what they compute of the prompt of a request."""
+    engine.submit(replace(request, params=SamplingParams(max_new_tokens=0)))
+    events: list[Event] = []
+    while engine.busy:
+        events += engine.step()
+    (event,) = events
+    assert isinstance(event, PrefilledEvent)
+    return event.slots
 
 
 def spy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:

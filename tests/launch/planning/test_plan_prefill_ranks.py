@@ -40,18 +40,24 @@ def test_both_groups_hold_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Half of the cache of prefill ranks is the memory through which they give pages to decode ranks." in page
 
 
-def test_windows_and_states_are_given_through_as_much_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for kind, name in (("window_per_token", "gemma-3-1b"), ("state", "qwen3.5-9b")):
+def test_what_moves_beside_pages_does_so_through_as_much_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the cache of media is that of sources, in a model with cross-attention."""
+    for kind, name, more in (
+        ("window_per_token", "gemma-3-1b", 2),
+        ("state", "qwen3.5-9b", 2),
+        ("media", "llama-3.2-11b-vision", 1.5),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(public_config(name)))
-        planned(tmp_path, "--tp", 2, "--prefill-nodes", 1, "--json")
+        planned(tmp_path, "--tp", 2, "--prefill-nodes", 1, "--nodes", 2, "--node-memory", 256, "--json")
         prefill, decode = json.loads(capsys.readouterr().out)["replicas"]
-        assert prefill["ranks"][0][kind] == 2 * decode["ranks"][0][kind] > 0
+        assert prefill["ranks"][0][kind] == more * decode["ranks"][0][kind] > 0
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(public_config("llama-3.2-11b-vision")))
-    with pytest.raises(EngineError, match=r"--prefill-nodes: .* which keeps keys and values of encodings in some layers"):
-        planned(tmp_path, "--tp", 2, "--prefill-nodes", 1)
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(EngineError, match="expected a model that generates text, found one of type qwen3"):
+        planned(DEMO, "--tp", 2, "--prefill-nodes", 1, "--task", "embed")
     with pytest.raises(LaunchError, match="expected fewer than the 2 ranks of --tp"):
         planned(DEMO, "--tp", 2, "--prefill-nodes", 2)
     with pytest.raises(LaunchError, match="is for one replica, found --dp 2"):

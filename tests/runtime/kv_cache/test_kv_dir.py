@@ -17,6 +17,7 @@ from tilerank.kernels.kv_pages import KVPages
 from tilerank.loader.card import read_card
 from tilerank.parallel.group import SingleGroup
 from tilerank.parallel.join import Team
+from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.lead.transfers import page_reads
@@ -24,9 +25,8 @@ from tilerank.runtime.protocol.errors import EngineError
 from tilerank.runtime.protocol.events import TokenEvent
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.page_files import CODE_BYTES, PageFiles
-from tilerank.runtime.rank.page_store import PageStore
+from tilerank.runtime.rank.page_store import PageStore, open_page_files
 from tilerank.runtime.rank.rank_config import RankConfig
-from tilerank.runtime.rank.whole_pages import check_whole_pages
 from tilerank.runtime.rank.worker import Worker
 from tilerank.runtime.step.cache import CacheSpec, EncoderKV, PagedKV, RecurrentState
 
@@ -345,10 +345,10 @@ def test_directories_that_cannot_be_used_are_refused(
     ids=["window", "state", "encodings"],
 )
 def test_models_that_keep_something_else_are_refused(tmp_path: Path, kept: CacheSpec, named: str) -> None:
-    card, config = read_card(DEMO), RankConfig(dtype=torch.float32, kv_dir=tmp_path / "kv")
+    config = RankConfig(dtype=torch.float32, kv_dir=tmp_path / "kv")
     specs = [PagedKV(1, 8, torch.float32), kept]
     with pytest.raises(EngineError) as error:
-        check_whole_pages(config.page_option, DEMO, card, specs)
+        open_page_files(DEMO, read_card(DEMO), config, Sharding(0, 1, torch.float32, None), specs)
     assert str(error.value) == (
         f"--kv-dir: {DEMO}: expected a model of which every layer keeps all tokens of a text, found one of type qwen3, "
         f"which keeps {named}"

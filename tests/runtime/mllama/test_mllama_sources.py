@@ -3,11 +3,23 @@
 import functools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from batching import answers, evict, forget, one_by_one, score_in_chunks, single_engine, spy
+from batching import (
+    answers,
+    evict,
+    forget,
+    memory_files,
+    one_by_one,
+    pinned,
+    prefilled,
+    score_in_chunks,
+    single_engine,
+    spy,
+)
 from media_files import DEMO_VL
 from media_prompts import ask, text
 from rungs import COMPILED, needs_compiled
@@ -21,10 +33,12 @@ from tilerank.runtime.lead.engine import Engine, Request
 from tilerank.runtime.lead.lru_pool import NumberedEntry, NumberedPool
 from tilerank.runtime.lead.sources import SourcePool
 from tilerank.runtime.models.cross_attention import CrossAttention
+from tilerank.runtime.protocol.areas import Area
 from tilerank.runtime.protocol.errors import RequestError
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt, Segment, VisibleRange
 from tilerank.runtime.protocol.rank_messages import Encode, Message, StoreSource
 from tilerank.runtime.rank.registry import build_model, read_supported_card
+from tilerank.runtime.rank.transfer_memory import Transfer
 
 VOCAB, SIDE, TOKENS = 777, 4, 68  # of make_tiny.py: patches of a tile's side, tokens of a picture
 
@@ -34,9 +48,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("mllama", tmp_path_factory.mktemp("sources"), vocab=VOCAB)
 
 
-def start(checkpoint: Path, *, eager: bool = False, source_bytes: int = 1 << 24) -> Engine:
+def start(
+    checkpoint: Path, *, eager: bool = False, source_bytes: int = 1 << 24, transfer: Transfer | None = None
+) -> Engine:
     return single_engine(
-        checkpoint, dtype=torch.bfloat16, max_total_tokens=4096, eager=eager, source_bytes=source_bytes
+        checkpoint,
+        dtype=torch.bfloat16,
+        max_total_tokens=4096,
+        eager=eager,
+        source_bytes=source_bytes,
+        transfer=transfer,
     )
 
 
@@ -201,6 +222,31 @@ def test_sources_are_dropped_when_their_pages_are_needed(checkpoint: Path) -> No
     assert source_pages(engine) == 6
     with pytest.raises(RequestError, match="take 9 pages, but the cache of encodings has 7"):
         engine.submit(ask(prompt(*[picture(i) for i in range(4)], text(1, 3))))
+
+
+@needs_compiled
+def test_sources_of_prefill_ranks_are_neither_encoded_nor_stored(
+    checkpoint: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode ranks compute a source if they have the pages of its prompt and not the source, or if it is gone."""
+    one, other = (
+        ask(prompt(text(1, 20), picture(i, 2, 2), text(i, 50), picture(i + 1), text(3, 9))) for i in (300, 302)
+    )
+    alone = one_by_one(engine, [one, other])
+    with memory_files() as files:
+        prefill, decode = (start(checkpoint, eager=True, transfer=Transfer(files, gives)) for gives in (True, False))
+        slots, others = (prefilled(prefill, request) for request in (one, other))
+        assert [len(slots[area]) for area in (Area.PAGES, Area.SOURCE_PAGES)] == [2, 5]
+        evict(prefill, SourcePool)
+        assert prefilled(prefill, one) == slots
+        sent = spy(decode, monkeypatch)
+        assert answers(decode, [replace(one, slots=slots)]) == alone[:1]
+        assert stores(sent) == 0 and not any(isinstance(message, Encode) for message in sent)
+        evict(decode, SourcePool)
+        assert answers(decode, [replace(one, slots=slots)]) == alone[:1] and stores(sent) == 1
+        assert answers(decode, [replace(other, slots=[*others[:-1], slots[-1]])]) == alone[1:]
+        assert stores(sent) == 2 and decode.state().missed_prompts == 1
+        assert source_pages(decode) == 2 * 5 and not pinned(decode)
 
 
 def test_a_source_without_its_keys_and_values_is_forgotten() -> None:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from batching import memory_files
 from torch import Tensor
 
 from tilerank.kernels.kv_pages import KVPages
@@ -34,18 +35,16 @@ class OneOf(SingleGroup):
 
 @pytest.fixture
 def files() -> Iterator[Files]:
-    fds = tuple(os.memfd_create("pages") for _ in Area)
-    yield fds
-    for fd in fds:
-        os.close(fd)
+    with memory_files() as files:
+        yield files
 
 
 def giving(files: Files, slots: int, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group) -> TransferMemory:
-    return TransferMemory(Transfer(files, True), specs, caches, group, dict.fromkeys(Area, slots))
+    return TransferMemory(Transfer(files, True), specs, caches, group, [slots] * len(Area))
 
 
 def taking(files: Files, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group) -> TransferMemory:
-    return TransferMemory(Transfer(files, False), specs, caches, group, dict.fromkeys(Area, 9))
+    return TransferMemory(Transfer(files, False), specs, caches, group, [9] * len(Area))
 
 
 def of_areas(*pages: list[MovedPage]) -> list[list[MovedPage]]:

@@ -20,7 +20,7 @@ from ..options import model
 from ..options.arguments import whole_number, whole_numbers
 from ..options.hub import add_model_argument
 from ..planning.other_machine import MAX_NODES, described_machine, idle_machine, without_cores
-from ..planning.plan import model_bytes, plan_model, sharded_models
+from ..planning.plan import model_bytes, plan_model
 from ..planning.plan_text import as_json, render, render_groups, render_replicas, replicas_as_json
 from ..planning.plan_types import Plan, ReplicaPlans
 from ..planning.prediction.machine import Machine, machine_names, read_machine, shares_of
@@ -154,13 +154,12 @@ def _prefill_and_decode(
 ) -> list[_Group]:
     """Return the two groups of --prefill-nodes, of `tp` ranks together. Raises LaunchError, and EngineError for a model
     that has none."""
-    from tilerank.runtime.rank.whole_pages import check_whole_pages
+    from tilerank.runtime.rank.whole_pages import check_generates
 
     if args.machine is not None:
         raise LaunchError("--machine predicts the speed of one group of ranks: expected no --prefill-nodes with it")
     prefill, decode = prefill_ranks.group_sizes(args, tp)
-    specs = sharded_models(card, 1, options)[0].cache_specs()
-    check_whole_pages("--prefill-nodes", args.model, card, specs)
+    check_generates("--prefill-nodes", args.model, card)
     return [_Group(prefill, replace(options, gives_pages=True)), _Group(decode, options)]
 
 

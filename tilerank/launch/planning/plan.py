@@ -70,7 +70,7 @@ def plan_model(
             cache_per_token=caches * bytes_per_token(part.cache_specs() + (draft.cache_specs() if draft else [])),
             window_per_token=caches * bytes_per_window_token(part.cache_specs()),
             state=caches * bytes_per_state(part.cache_specs()),
-            media=options.mm_cache_bytes if part.encoder else 0,
+            media=_media_bytes(part, options),
             speech=speech_bytes(part.speaker, tokens=TALKER_TOKENS, sequences=MAX_RUNNING, ranks=tp)
             if part.speaker
             else 0,
@@ -118,6 +118,17 @@ def plan_model(
     )
     states = num_states(cache.tokens) if with_states else 0
     return dataclasses.replace(plan, cached_tokens=cache.tokens, cache_reason=cache.reason, states=states)
+
+
+def _media_bytes(part: Model, options: ModelOptions) -> int:
+    """Return the limit for encoded media on a rank. Where they become sources, these have one half, and the memory
+    through which prefill ranks give them has as much."""
+    from tilerank.runtime.step.cache import has_sources
+
+    if part.encoder is None:
+        return 0
+    gives_sources = options.gives_pages and has_sources(part.cache_specs())
+    return options.mm_cache_bytes + (options.mm_cache_bytes // 2 if gives_sources else 0)
 
 
 def sharded_models(card: ModelCard, tp: int, options: ModelOptions, here: range | None = None) -> list[Model]:

@@ -137,6 +137,9 @@ class MovedKind(CacheKind[S], ABC):
         """Let a sequence that is admitted, and of which nothing is computed yet, hold the pages from which it is
         continued after `pages` pages. Returns their numbers to be filled, None for a page that the tree has."""
 
+    def taken(self, sequence: S) -> None:
+        """What `take` has returned is filled."""
+
     def pending_copies(self) -> list[tuple[int, int]]:
         """Return, once, the copies of slots that the ranks have not received: (from, to)."""
         return []

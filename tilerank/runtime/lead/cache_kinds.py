@@ -21,15 +21,17 @@ def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]
     beside += [WindowPages(worker.window_pages, worker.window)] if worker.window else []
     # The worker keeps the keys and values of cross-attention in the other half.
     encodings = EncoderCache(mm_cache_bytes // 2 if worker.source_pages else mm_cache_bytes)
-    sources = [SourcePool(worker.source_pages, encodings)] if worker.source_pages else []
+    sources: list[MovedKind[Sequence]] = []
+    if worker.source_pages:
+        sources = [SourcePool(worker.source_pages, encodings)]
     pages = PagePool(worker.pages, beside)
     elsewhere: list[CacheKind[Sequence]] = []
     if worker.store is not None:
         elsewhere = [StoredPages(worker, worker.store, pages, [encodings])]
     if (memory := worker.transfers) is not None:
         elsewhere = [
-            GivenPages(worker, memory, [*beside, pages])
+            GivenPages(worker, memory, [*beside, *sources, pages])
             if memory.gives
-            else TakenPages(worker, memory, beside, pages, [encodings])
+            else TakenPages(worker, memory, [*beside, *sources], pages, [encodings])
         ]
     return [*beside, *sources, pages, *elsewhere, encodings]

@@ -144,8 +144,8 @@ def _wanted(sequence: Sequence, media: Iterable[int]) -> list[Encoding]:
 def _media_left(sequence: Sequence) -> list[int]:
     """Return the media that stand for tokens which are not computed yet, in the order of the prompt."""
     first, stop = sequence.cached, sequence.length
-    runs = [run for run in sequence.prompt.placeholder_ranges if run.start + run.count > first and run.start < stop]
-    return list(dict.fromkeys(run.medium for run in runs))
+    runs = sequence.prompt.placeholder_ranges
+    return list(dict.fromkeys(run.medium for run in runs if max(run.start, first) < min(run.start + run.count, stop)))
 
 
 def _placeholder_ranges(prompt: Prompt, encodings: dict[int, Encoding], chunk: Chunk) -> Iterator[PlaceholderRange]:

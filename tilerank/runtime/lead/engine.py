@@ -148,8 +148,8 @@ class Engine:
 
     def _step_texts(self) -> list[Event]:
         ended = self._collect_grammar_masks()
-        if self._given_pages is not None:  # a prompt may come from the cache whole
-            ended += [self._end_prompt(sequence) for sequence in list(self.scheduler.running) if not sequence.uncached]
+        if self._given_pages is not None:
+            ended += [self._end_prompt(sequence) for sequence in self.scheduler.covered()]
         self.encoding.advance(self.scheduler.next_work(), alone=not self.scheduler.can_step)
         scheduled = self.scheduler.schedule()
         self.encoding.stop_if_unused()

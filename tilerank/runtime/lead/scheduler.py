@@ -98,6 +98,11 @@ class Scheduler(BaseScheduler[Sequence]):
                 tokens = kind.limit(sequence, tokens)
         return tokens
 
+    def covered(self) -> list[Sequence]:
+        """Return the running sequences of which nothing is left to compute, because the cache has all that other ranks
+        take."""
+        return [one for one in self.running if not one.uncached and self.work(one) is None]
+
     def continuable(self, sequence: Sequence) -> int:
         """Return how many of the first tokens of a prompt other ranks can take, and compute those after them. Every
         kind of cache may lower the number, and is asked until none does."""

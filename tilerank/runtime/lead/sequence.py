@@ -35,7 +35,8 @@ class Sequence:
     keys: what their pages are shared by (prompt.py). Of a prompt that is cut, there are two more.
     number: names the sequence in messages to the ranks; a new one for each admission, -1 while it waits.
     is_lost: whether some of what was in the slots is gone, so that it has to wait again.
-    stores_source: whether its source has to be stored, for which it needs the encodings of all of its media.
+    takes: whether what is in the slots is read, once it runs.
+    has_source: whether the keys and values of its source are there, if it has one.
     snapshots_at: numbers of cached tokens at which snapshots of its states are to be taken.
     admitted_s: when it was first admitted, on the clock of `time.monotonic`, with the first `hits` tokens in the cache;
         None before that.
@@ -60,7 +61,8 @@ class Sequence:
     grammar_mask: GrammarMask | None = None
     cached: int = 0
     is_lost: bool = False
-    stores_source: bool = False
+    takes: bool = False
+    has_source: bool = True
     snapshots_at: set[int] = field(default_factory=set)
     admitted_s: float | None = None
     hits: int = 0
@@ -95,6 +97,11 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt.token_ids)
+
+    @property
+    def stores_source(self) -> bool:
+        """Whether its source has to be stored, for which it needs the encodings of all of its media."""
+        return not self.has_source and not self.takes
 
     @property
     def is_running(self) -> bool:

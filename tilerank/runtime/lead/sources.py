@@ -4,24 +4,30 @@ Prompts with the same source (prompt.py) share its pages. Its keys and values ar
 all media of a prompt.
 """
 
+from collections import abc
 from collections.abc import Iterator
+from typing import ClassVar
 
 from tilerank.kernels.kv_pages import PAGE_TOKENS
 
+from ..protocol.areas import Area
 from ..protocol.engine_state import EngineState
 from ..protocol.errors import RequestError
 from ..protocol.prompt import Segment, cut_segments
 from ..protocol.rank_messages import Chunk, ChunkSource, Step, StoreSource
 from ..rank.worker import Worker
 from ..step.cache import num_pages
-from .cache_kind import CacheKind, WorkInPieces
+from .cache_kind import MovedKind, WorkInPieces
 from .encodings import EncoderCache
 from .lru_pool import NumberedEntry, NumberedPool
+from .pages import page_digest
 from .sequence import Scheduled, Sequence
 
 
-class SourcePool(CacheKind[Sequence]):
+class SourcePool(MovedKind[Sequence]):
     """All pages of the caches of sources, numbered from 0 to `pages` - 1. A source is ready once it is stored."""
+
+    area: ClassVar = Area.SOURCE_PAGES
 
     def __init__(self, pages: int, encodings: EncoderCache) -> None:
         self.pool = NumberedPool(pages)
@@ -37,14 +43,13 @@ class SourcePool(CacheKind[Sequence]):
             )
 
     def reserve(self, sequence: Sequence) -> bool:
-        sequence.stores_source = False
         if not sequence.prompt.source:
             return True
         pinned = self.pool.pin([NumberedEntry(sequence.prompt.source_digest, _pages(sequence))])
         if pinned is None:
             return False
         (self._pinned[sequence],) = pinned
-        sequence.stores_source = not pinned[0].ready
+        sequence.has_source = pinned[0].ready
         return True
 
     def release(self, sequence: Sequence, *, share: bool = True) -> None:
@@ -58,7 +63,9 @@ class SourcePool(CacheKind[Sequence]):
 
     def work(self, sequence: Sequence) -> WorkInPieces | None:
         source, encodings = self._pinned.get(sequence), self._encodings.of(sequence)
-        if source is None or source.ready or not all(encoding.ready for encoding in encodings.values()):
+        if source is None or source.ready or sequence.takes:
+            return None
+        if not all(encoding.ready for encoding in encodings.values()):
             return None
         prompt = sequence.prompt
         parts = [Segment(encodings[part.medium].number, part.first, part.count) for part in prompt.source]
@@ -71,6 +78,25 @@ class SourcePool(CacheKind[Sequence]):
                 pages = [] if sequence in self._sent else source.numbers
                 step.sources.append(ChunkSource(sequence.number, pages, _rows(sequence, chunk)))
                 self._sent.add(sequence)
+
+    def moved_keys(self, sequence: Sequence, digests: abc.Sequence[bytes]) -> abc.Sequence[bytes]:
+        """Return the digests of all pages of the source, unless nothing else moves."""
+        pages = range(_pages(sequence) if digests else 0)
+        return [page_digest(sequence.prompt.source_digest, (page,)) for page in pages]
+
+    def given(self, sequence: Sequence, pages: int) -> list[int]:
+        source = self._pinned.get(sequence)
+        return [] if source is None or not pages else source.numbers
+
+    def take(self, sequence: Sequence, pages: int) -> list[int | None]:
+        source = self._pinned.get(sequence)
+        if source is None:
+            return []
+        return [None if source.ready else number for number in source.numbers]
+
+    def taken(self, sequence: Sequence) -> None:
+        if (source := self._pinned.get(sequence)) is not None:
+            source.ready = True
 
     def report(self, state: EngineState) -> None:
         state.source_pages, state.source_pages_used = self.pool.capacity, self.pool.pinned

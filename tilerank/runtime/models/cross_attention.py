@@ -21,7 +21,7 @@ from tilerank.parallel.shard import Cut, HeadCut
 from tilerank.parallel.sharding import Sharding
 
 from ..step.batch import Batch, LogitRows
-from ..step.cache import EncoderKV
+from ..step.cache import EncoderKV, HeadPlace
 from ..step.model import Encoder
 from .decoder import Decoder, DecoderNames, Mixer, RowGate
 from .gated_mlp import dense_mlps
@@ -102,7 +102,7 @@ class CrossAttention(Mixer[KVPages]):
         self.scale = attention_scale(heads * dim, self.heads, heads)
         self.rotates_source = rotates_source
         self._has_bias = bias
-        self.cache_spec = EncoderKV(self._kv_heads, dim, sharding.cache_dtype)
+        self.cache_spec = EncoderKV(self._kv_heads, dim, sharding.cache_dtype, HeadPlace.of(self.heads, sharding.rank))
 
     def store_source(self, rows: Tensor, rope: Tensor | None, slots: Tensor, cache: KVPages) -> None:
         """Store the keys and values of an encoding: rows [n, hidden], slots [n] int64 (attention.py: store_kv).

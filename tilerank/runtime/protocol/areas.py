@@ -9,3 +9,4 @@ class Area(IntEnum):
     PAGES = 0
     WINDOW_PAGES = 1
     STATES = 2
+    SOURCE_PAGES = 3

@@ -28,6 +28,7 @@ from ..step.cache import Cache, CacheSpec, bytes_per_token
 from .cache_identity import cache_identity
 from .page_files import CODE_BYTES, PageFiles
 from .rank_config import RankConfig
+from .whole_pages import check_whole_pages
 
 log = logging.getLogger(__name__)
 
@@ -167,10 +168,11 @@ def open_page_files(
 ) -> PageFiles | None:
     """Return the files in which a rank keeps pages; None if the configuration has no directory for them.
 
-    Raises EngineError for a size without room for a page, and as PageFiles does.
+    Raises EngineError for a size without room for a page, and as check_whole_pages and PageFiles do.
     """
     if config.kv_dir is None:
         return None
+    check_whole_pages("--kv-dir", model_dir, card, specs)
     page_bytes, capacity = CODE_BYTES + bytes_per_token(specs) * PAGE_TOKENS, config.kv_dir_bytes // sharding.size
     if capacity < page_bytes:
         raise EngineError(

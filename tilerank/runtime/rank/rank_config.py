@@ -67,13 +67,6 @@ class RankConfig:
     draft_model: Path | None = None
     eager: bool = False
 
-    @property
-    def page_option(self) -> str | None:
-        """The option that moves pages out of the cache and back; None if none does."""
-        if self.transfer is not None:
-            return "--prefill-nodes"
-        return None if self.kv_dir is None else "--kv-dir"
-
 
 def with_context_length(card: ModelCard, context_length: int | None) -> ModelCard:
     """Return the card with another context length, if one is asked for. Raises EngineError for one that is too long."""

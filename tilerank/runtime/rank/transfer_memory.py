@@ -12,7 +12,7 @@ therefore copied this page, even if the other group has failed or started again 
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,17 @@ from tilerank.parallel.group import Group
 
 from ..protocol.areas import Area
 from ..protocol.rank_messages import GivePages, MovedPage, TakePages
-from ..step.cache import Budget, Cache, CacheSpec, HeadPlace, PagedKV, RecurrentState, copy_states
+from ..step.cache import Budget, Cache, CacheSpec, EncoderKV, HeadPlace, PagedKV, RecurrentState, copy_states
 
 _DIGEST_BYTES = 16
 _ALIGNMENT = 64
 """Bytes of a slot before its heads, which begin with the digest; heads of each tensor begin at a multiple."""
-_AREAS = {Budget.TOKENS: Area.PAGES, Budget.WINDOW_TOKENS: Area.WINDOW_PAGES, Budget.STATES: Area.STATES}
+_AREAS = {
+    Budget.TOKENS: Area.PAGES,
+    Budget.WINDOW_TOKENS: Area.WINDOW_PAGES,
+    Budget.STATES: Area.STATES,
+    Budget.SOURCE_TOKENS: Area.SOURCE_PAGES,
+}
 """Where the caches of a layer go, by what they are counted in."""
 
 
@@ -149,7 +154,7 @@ class TransferMemory:
         specs: Sequence[CacheSpec],
         caches: Sequence[Cache],
         group: Group,
-        slots: Mapping[Area, int],
+        slots: Sequence[int],
     ) -> None:
         self.gives, self._caches, self._group = transfer.gives, caches, group
         self._areas: list[_Slots] = []
@@ -191,7 +196,7 @@ def _heads_of(spec: CacheSpec, cache: Cache, rank: int) -> list[tuple[Tensor, He
     """Return the tensors of a cache as [page, head, ...], and the place of their heads. Every rank has the latents of a
     token whole, as one head, which rank 0 writes."""
     match cache:
-        case KVPages() if isinstance(spec, PagedKV):
+        case KVPages() if isinstance(spec, PagedKV | EncoderKV):
             place = spec.place or HeadPlace(0, 0, spec.kv_heads)
             return [(tensor, place) for tensor in cache.tensors]
         case LatentPages():
@@ -224,7 +229,7 @@ def transfer_memory(
     specs: Sequence[CacheSpec],
     caches: Sequence[Cache],
     group: Group,
-    slots: Mapping[Area, int],
+    slots: Sequence[int],
 ) -> TransferMemory | None:
     """Return the memory between prefill ranks and decode ranks; None if the same ranks do both."""
     return None if transfer is None else TransferMemory(transfer, specs, caches, group, slots)

@@ -1,4 +1,4 @@
-"""The models whose caches are pages and states that can leave the memory of the ranks and come back."""
+"""The models whose caches an option can move out of the memory of the ranks and back."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,26 +13,26 @@ _OTHER_KINDS = {
     Budget.SOURCE_TOKENS: "keys and values of encodings in some layers",
     Budget.STATES: "states in some layers",
 }
-"""The contents of a cache beside pages that have all of a token, by what the cache is counted in."""
-_ALSO_MOVED: dict[str, dict[Budget, str]] = {
-    "--kv-dir": {},
-    "--prefill-nodes": {Budget.WINDOW_TOKENS: "a window of them", Budget.STATES: "states"},
-}
-"""Which of these an option moves as well, by option."""
+"""The contents of a cache beside pages that each have all of a token, by what the cache is counted in."""
 
 
-def check_whole_pages(option: str | None, model_dir: Path, card: ModelCard, specs: Sequence[CacheSpec]) -> None:
-    """Raise EngineError for a model with other caches, if there is an option that moves pages."""
-    if option is None:
-        return
-    budgets = {spec.budget for spec in specs}
-    moved = _ALSO_MOVED[option]
-    other = next((text for budget, text in _OTHER_KINDS.items() if budget not in moved and budget in budgets), None)
-    if other is None and card.pooling is not None:
-        other = "no token, because it generates none"
-    if other is not None:
-        kept = " or ".join(["all tokens of a text", *moved.values()])
+def check_generates(option: str, model_dir: Path, card: ModelCard) -> None:
+    """Raise EngineError for a model that generates no text, of whose prompts nothing is used again."""
+    if card.pooling is not None:
         raise EngineError(
-            f"{option}: {model_dir}: expected a model of which every layer keeps {kept}, found one of type "
-            f"{card.model_type}, which keeps {other}"
+            f"{option}: {model_dir}: expected a model that generates text, found one of type {card.model_type}, which "
+            "generates none"
         )
+
+
+def check_whole_pages(option: str, model_dir: Path, card: ModelCard, specs: Sequence[CacheSpec]) -> None:
+    """Raise EngineError for a model with other caches than pages that each have all of a token, and as
+    `check_generates`."""
+    check_generates(option, model_dir, card)
+    budgets = {spec.budget for spec in specs}
+    for budget, kept in _OTHER_KINDS.items():
+        if budget in budgets:
+            raise EngineError(
+                f"{option}: {model_dir}: expected a model of which every layer keeps all tokens of a text, found one "
+                f"of type {card.model_type}, which keeps {kept}"
+            )

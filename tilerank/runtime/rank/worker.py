@@ -26,7 +26,6 @@ from tilerank.parallel.join import Team
 from tilerank.parallel.sharding import Sharding
 
 from ..protocol import rank_messages
-from ..protocol.areas import Area
 from ..protocol.sizes import MAX_RUNNING, PREFILL_CHUNK, num_states, num_window_tokens
 from ..protocol.speculative import loads_head, state_drafts
 from ..protocol.speech_messages import SpeechStep
@@ -59,7 +58,7 @@ from .registry import build_model, read_supported_card
 from .source_pages import source_pages
 from .speech_rank import SpeechOutputs, SpeechRank
 from .transfer_memory import transfer_memory
-from .whole_pages import check_whole_pages
+from .whole_pages import check_generates
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,8 @@ class Worker:
         for note in notes_of(self.card, config, quantised=formats is not None) if group.rank == 0 else ():
             log.info(note)
         specs = self._model.cache_specs()
-        check_whole_pages(config.page_option, model_dir, self.card, specs)
+        if config.transfer is not None:
+            check_generates("--prefill-nodes", model_dir, self.card)
         files = open_page_files(model_dir, self.card, config, sharding, specs)
         path = None if config.quantization is None else config.quantization.calibration
         self.load_report: LoadReport = load_weights(
@@ -132,7 +132,7 @@ class Worker:
         )
         self.store = None if files is None else PageStore(files, self._caches, group)
         """Keeps pages of the cache in files; None if the configuration has no directory for them."""
-        slots = {Area.PAGES: self.pages, Area.WINDOW_PAGES: self.window_pages, Area.STATES: self.states}
+        slots = [self.pages, self.window_pages, self.states, self.source_pages]
         self.transfers = transfer_memory(config.transfer, specs, self._caches, group, slots)
         """Through which pages go from prefill ranks to decode ranks; None if the same ranks do both."""
         self.step_bytes = bytes_per_step(self._model)

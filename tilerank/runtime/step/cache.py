@@ -113,11 +113,13 @@ class PagedLatent:
 
 @dataclass(frozen=True)
 class EncoderKV:
-    """Keys and values of encodings, for cross-attention: written once a source (prompt.py), of any length."""
+    """Keys and values of encodings, for cross-attention: written once a source (prompt.py), of any length. kv_heads,
+    place: as in PagedKV."""
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    place: HeadPlace | None = None
     budget: ClassVar = Budget.SOURCE_TOKENS
 
     def nbytes(self, tokens: int) -> int:

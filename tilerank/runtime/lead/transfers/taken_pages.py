@@ -6,7 +6,9 @@ gone, because the prefill ranks have failed meanwhile, the sequence waits again,
 
 from collections import abc
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import islice
+
+from tilerank.kernels.kv_pages import PAGE_TOKENS
 
 from ...protocol.areas import Area
 from ...protocol.engine_state import EngineState
@@ -40,18 +42,22 @@ class TakenPages(PageReads[tuple[Area, MovedPage]]):
         self._taken = [0 for _ in Area]  # pages
         self._missed = 0  # prompts of which a page was gone
 
+    def reserve(self, sequence: Sequence) -> bool:
+        """Take what is in the slots unless the tree has all of these pages."""
+        count = len(sequence.slots[Area.PAGES]) if sequence.slots else 0
+        reusable = max(len(sequence.reusable_keys) - 1, 0) // PAGE_TOKENS
+        sequence.takes = len(self._pool.tables[sequence].shared) < count <= reusable
+        return True
+
     def _find(
         self, sequence: Sequence, missing: Iterator[tuple[int, int, bytes]]
     ) -> list[list[tuple[Area, MovedPage]]]:
-        """Return a piece with all pages that belong to the end of the prompt, and then the others."""
-        count = len(sequence.slots[Area.PAGES]) if sequence.slots else 0
+        if not sequence.takes:
+            return []
+        count = len(sequence.slots[Area.PAGES])
         digests = [page.digest for page in self._pool.tables[sequence].shared]
-        if len(digests) >= count:  # the tree has all of them
-            return []
-        digests += [digest for _, _, digest in takewhile(lambda page: page[0] < count, missing)]
-        if len(digests) < count:
-            return []
-        found: list[list[tuple[Area, MovedPage]]] = []
+        digests += [digest for _, _, digest in islice(missing, count - len(digests))]
+        pieces: list[list[tuple[Area, MovedPage]]] = []
         for kind in self._kinds:
             keys, slots = kind.moved_keys(sequence, digests), sequence.slots[kind.area]
             numbers = kind.take(sequence, count)
@@ -60,10 +66,8 @@ class TakenPages(PageReads[tuple[Area, MovedPage]]):
                 for number, slot, key in zip(numbers, slots, keys, strict=True)
                 if number is not None
             ]
-            found.append(pages)
-        *ends, pages = found
-        end = [page for pages_of_kind in ends for page in pages_of_kind]
-        return [*([end] if end else []), *in_pieces(pages, self._memory.slot_bytes[Area.PAGES])]
+            pieces += in_pieces(pages, self._memory.slot_bytes[kind.area])
+        return pieces
 
     def _load(self, sequence: Sequence, piece: list[tuple[Area, MovedPage]], *, first: bool) -> bool:
         pages: list[list[MovedPage]] = [[] for _ in Area]
@@ -81,6 +85,8 @@ class TakenPages(PageReads[tuple[Area, MovedPage]]):
         return True
 
     def _end(self, sequence: Sequence) -> None:
+        for kind in self._kinds:
+            kind.taken(sequence)
         self._count(sequence, len(sequence.slots[Area.PAGES]) - len(self._pool.tables[sequence].shared))
 
     def report(self, state: EngineState) -> None:
