@@ -87,7 +87,6 @@ def test_answers_and_faults_of_either_group() -> None:
         (("--kv-dir", "/kv"), "--prefill-nodes 1: expected no --kv-dir, found /kv"),
         (("--nnodes", "2"), "--prefill-nodes 1 is for ranks of one host, found --nnodes 2"),
         (("--draft-model", "/small"), "--prefill-nodes 1: expected no --draft-model, found /small"),
-        (("--speculative", "mtp"), "--prefill-nodes 1: expected drafts of n-grams or none, found --speculative mtp"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: tuple[str, ...], sentence: str) -> None:

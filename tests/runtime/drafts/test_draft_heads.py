@@ -11,12 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
-from batching import single_engine
-from drafting import NoDrafts
+from batching import answers, memory_files, prefilled, single_engine
+from drafting import AllDrafts, NoDrafts
 from model_configs import write_config
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
+from tilerank.kernels.kv_pages import KVPages
 from tilerank.launch.bench.public import public_config
 from tilerank.loader.card import read_card
 from tilerank.loader.checkpoint import Checkpoint
@@ -26,11 +27,13 @@ from tilerank.parallel.sharding import Sharding
 from tilerank.runtime.lead.drafting.drafts import Drafting
 from tilerank.runtime.lead.drafting.head_drafts import HeadDrafts
 from tilerank.runtime.lead.engine import Request
+from tilerank.runtime.lead.pages import PagePool
 from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.protocol.rank_messages import Draft
 from tilerank.runtime.protocol.sizes import KEPT_ROWS
 from tilerank.runtime.rank.registry import build_model
+from tilerank.runtime.rank.transfer_memory import Transfer
 from tilerank.runtime.step.bytes_per_step import bytes_per_draft
 from tilerank.runtime.step.cache import bytes_per_token
 from tilerank.runtime.step.model import Model
@@ -148,3 +151,29 @@ def test_a_head_rests_where_its_drafts_do_not_pay(tmp_path: Path) -> None:
             list(engine.generate([Request(prompt, SamplingParams(max_new_tokens=200, ignore_eos=True))]))
             assert 2 <= len(counts) < 40 and max(counts) > 0
             counts.clear()
+
+
+def test_decode_ranks_take_what_the_head_of_prefill_ranks_has_read(tmp_path: Path) -> None:
+    """Of a prompt of 100 tokens, 96 with the token after each: the entries are those of ranks that do both."""
+    model = make_checkpoint("glm4_moe", tmp_path, **TINY["glm4_moe"])
+    config: dict[str, Any] = {"dtype": torch.float32, "max_total_tokens": 512, "speculative": "mtp", "eager": True}
+    request = Request(Prompt(list(range(100))), SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=1))
+    with memory_files() as files:
+        prefill, decode, both = (
+            single_engine(model, **config, transfer=transfer)
+            for transfer in (Transfer(files, True), Transfer(files, False), None)
+        )
+        for engine in (prefill, decode, both):
+            engine.drafting = Drafting(HeadDrafts(engine.worker), engine.scheduler, AllDrafts())
+        given = replace(request, slots=prefilled(prefill, request))
+        assert answers(decode, [given]) == answers(both, [request]) and decode.state().taken_pages == 3
+    states = [engine.state() for engine in (decode, both)]
+    assert len({(state.drafted_tokens, state.accepted_tokens) for state in states}) == 1 and states[0].drafted_tokens
+    kept = []
+    for engine in (decode, both):
+        (pool,) = (kind for kind in engine.scheduler.kinds if isinstance(kind, PagePool))
+        numbers = [page.number for page in pool.prefix(request.prompt.keys)]
+        cache = engine.worker._caches[-1]
+        assert len(numbers) == 3 and isinstance(cache, KVPages)
+        kept.append([tensor[numbers] for tensor in cache.tensors])
+    assert all(torch.equal(*pair) and pair[0].any() for pair in zip(*kept, strict=True))

@@ -5,12 +5,13 @@ The groups run one after the other here, with a file as the memory between them.
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from batching import DEMO, memory_files, single
+from batching import DEMO, answers, memory_files, prefilled, single
 from ranks import run_ranks
 from tiny import make_checkpoint
 
@@ -24,7 +25,7 @@ from tilerank.runtime.lead.transfers.given_pages import GivenPages
 from tilerank.runtime.lead.window_pages import WindowPages
 from tilerank.runtime.protocol.areas import Area
 from tilerank.runtime.protocol.events import Event, PrefilledEvent, TokenEvent
-from tilerank.runtime.protocol.prompt import Prompt
+from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.transfer_memory import Transfer
 from tilerank.runtime.rank.worker import Worker
@@ -33,8 +34,9 @@ NEW = 6
 LENGTHS = (150, 64, 33, 170)
 """Of prompts: four full pages and 22 tokens, two pages, a page and a token, and a prompt that begins like the first."""
 PROMPT_ALONE = SamplingParams(max_new_tokens=0)
+ANSWER = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=1)
 Slots = list[list[int]]
-# Of the prompt that begins like the first, three pages are in the slots of that one. A page that ends with the prompt is
+# Of the prompt that begins like the first, three pages are in the slots of that one. A page with the last token is
 # not given.
 PAGES_ALONE: list[Slots] = [[[0, 1, 2, 3]], [[4]], [[5]], [[0, 1, 2, 6, 7]]]
 SLOTS: dict[str, list[Slots]] = {
@@ -229,7 +231,7 @@ def unused(engine: Engine) -> bool:
 
 def test_pages_that_are_gone_are_computed(pair: tuple[Engine, Engine]) -> None:
     """The slots of another prompt have other pages: as if the prefill ranks had started again. The first prompt has
-    nothing in the tree, and the second has a beginning there, whose window or states are released before pages are missed."""
+    nothing in the tree. The second has a beginning there, whose window or states are released before pages are missed."""
     prefill, decode = pair
     first, longer = prompts()[0][::-1], [*prompts()[0][::-1], *prompts()[3]]
     (given,) = compute(prefill, [*first[1:], *longer])
@@ -252,7 +254,7 @@ def test_what_is_taken_in_pieces_may_be_interrupted(
     prefill, decode = pair
     prompt = prompts()[3][::-1]
     (given,) = compute(prefill, prompt)
-    request = Request(Prompt(prompt), SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=1), slots=given.slots)
+    request = Request(Prompt(prompt), ANSWER, slots=given.slots)
     cancelled = decode.submit(request)
     before, missed = decode.state().taken_pages, decode.state().missed_prompts
     while decode.state().taken_pages < before + 4:
@@ -300,3 +302,19 @@ def test_a_prompt_that_the_cache_has_is_given_at_once(pair: tuple[Engine, Engine
     assert ask(decode, prompt, again.slots) == ask(decode, prompt, [], "computed here")
     assert decode.state().missed_prompts == missed
     prefill.cancel(again.request)
+
+
+def test_a_picture_that_is_seen_whole_is_not_divided(tmp_path: Path, files: tuple[int, ...]) -> None:
+    """Two pages end before the last token, the second one within the picture: the first alone is given."""
+    model = make_checkpoint("gemma3", tmp_path, layers=3)
+    pixels = bytes(torch.randint(0, 256, (48 * 64 * 3,), generator=torch.Generator().manual_seed(1)).tolist())
+    picture = Medium("image", pixels, (1, 48, 64), (1, 8, 8))
+    ids, places = [*prompts()[0][:56], *[7] * 16, *prompts()[1][:10]], [PlaceholderRange(56, 16, 0, 0)]
+    apart, together = (
+        Request(Prompt(ids, [picture], places, salt=salt), ANSWER) for salt in ("", "computed here")
+    )
+    slots = prefilled(engine_of(model, files, gives=True), apart)
+    assert [len(one) for one in slots] == [1, 1, 0, 0]
+    decode = engine_of(model, files, gives=False)
+    assert answers(decode, [replace(apart, slots=slots)]) == answers(decode, [together])
+    assert decode.state().taken_pages == 2

@@ -48,8 +48,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise LaunchError(f"{option} is for ranks of one host, found --nnodes {args.nnodes}")
     if args.draft_model is not None:
         raise LaunchError(f"{option}: expected no --draft-model, found {args.draft_model}")
-    if args.speculative == "mtp":  # a head reads the end of a prompt with the first token of its answer
-        raise LaunchError(f"{option}: expected drafts of n-grams or none, found --speculative mtp")
 
 
 def refuse_prefill_ranks(args: argparse.Namespace, identity: Identity) -> None:

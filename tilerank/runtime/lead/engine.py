@@ -148,13 +148,11 @@ class Engine:
 
     def _step_texts(self) -> list[Event]:
         ended = self._collect_grammar_masks()
-        if self._given_pages is not None:
-            ended += [self._end_prompt(sequence) for sequence in self.scheduler.covered()]
         self.encoding.advance(self.scheduler.next_work(), alone=not self.scheduler.can_step)
         scheduled = self.scheduler.schedule()
         self.encoding.stop_if_unused()
         if not scheduled:  # all wait for the masks of their grammars, or for encodings
-            return ended
+            return ended + self._give()
         scheduled = self.drafting.extend(scheduled)
         logits = self._lead(scheduled)
         self.scheduler.publish(scheduled)
@@ -169,7 +167,7 @@ class Engine:
             ended.append(scores or self._fail(sequence))
         ended += self._sample(scheduled, logits)
         self.drafting.learn(scheduled)
-        return ended
+        return ended + self._give()
 
     def _step_speeches(self) -> list[Event]:
         events: list[Event] = [*self.speaking.step()]
@@ -330,8 +328,9 @@ class Engine:
                 continue
             if sequence.params.max_new_tokens:
                 draws.append(Draw(sequence, chunk, rows))
-            else:
-                events.append(self._end_prompt(sequence))
+            elif self._given_pages is None:
+                events.append(ScoredEvent(sequence.request, [], "length", sequence.begin()))
+                self.cancel(sequence.request)
         while draws:
             chosen = choose_next(draws, logits, self.worker.argmax)
             now = time.monotonic()
@@ -366,13 +365,15 @@ class Engine:
             sequence.request, choice.token_id, now, reason, choice.logprobs, sequence.begin(), was_drafted, rejected
         )
 
-    def _end_prompt(self, sequence: Sequence) -> Event:
-        """End a request for its prompt alone. Prefill ranks give its pages to decode ranks."""
-        request, start, slots = sequence.request, sequence.begin(), None
-        if self._given_pages is not None:
-            slots = self._given_pages.give(sequence)
-        self.cancel(request)
-        return ScoredEvent(request, [], "length", start) if slots is None else PrefilledEvent(request, slots, start)
+    def _give(self) -> list[Event]:
+        """Prefill ranks: give the prompts of which nothing is left to compute, and end them."""
+        if self._given_pages is None:
+            return []
+        events: list[Event] = []
+        for sequence in self.scheduler.computed():
+            events.append(PrefilledEvent(sequence.request, self._given_pages.give(sequence), sequence.begin()))
+            self.cancel(sequence.request)
+        return events
 
     def _finish(self, sequence: Sequence) -> None:
         """End a text that is complete. If it is spoken, its speech goes on."""

@@ -98,9 +98,8 @@ class Scheduler(BaseScheduler[Sequence]):
                 tokens = kind.limit(sequence, tokens)
         return tokens
 
-    def covered(self) -> list[Sequence]:
-        """Return the running sequences of which nothing is left to compute, because the cache has all that other ranks
-        take."""
+    def computed(self) -> list[Sequence]:
+        """Return the running sequences of which nothing is left to compute, between steps."""
         return [one for one in self.running if not one.uncached and self.work(one) is None]
 
     def continuable(self, sequence: Sequence) -> int:

@@ -118,6 +118,11 @@ class Sequence:
         return None if self.grammar_mask is None else self.grammar_mask.allowed
 
     @property
+    def known_tokens(self) -> list[int]:
+        """Its tokens, and those of the prompt that are left to other ranks."""
+        return self.tokens if self.length >= self.prompt_len else self.prompt.token_ids
+
+    @property
     def uncached(self) -> int:
         """The number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.cached

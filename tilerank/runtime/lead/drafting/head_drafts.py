@@ -22,8 +22,8 @@ class HeadDrafts(LedDrafts):
         """Return the tokens after those of a chunk, as far as these were not rejected drafts; None in decode steps
         after which nothing is drafted."""
         count = min(sequence.max_drafts, depth) if sequence.uncached == 1 else 0
-        end = min(sequence.cached, sequence.length - 1)
-        token_ids = sequence.tokens[chunk.start + 1 : end + 1]
+        known = sequence.known_tokens
+        token_ids = known[chunk.start + 1 : min(sequence.cached, len(known) - 1) + 1]
         is_decode = len(chunk.token_ids) == 1 + chunk.drafts
         if not token_ids or (is_decode and not count):
             return None
