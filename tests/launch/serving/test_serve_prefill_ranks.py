@@ -84,7 +84,6 @@ def test_answers_and_faults_of_either_group() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--kv-dir", "/kv"), "--prefill-nodes 1: expected no --kv-dir, found /kv"),
         (("--nnodes", "2"), "--prefill-nodes 1 is for ranks of one host, found --nnodes 2"),
         (("--draft-model", "/small"), "--prefill-nodes 1: expected no --draft-model, found /small"),
     ],

@@ -231,7 +231,7 @@ def unused(engine: Engine) -> bool:
 
 def test_pages_that_are_gone_are_computed(pair: tuple[Engine, Engine]) -> None:
     """The slots of another prompt have other pages: as if the prefill ranks had started again. The first prompt has
-    nothing in the tree. The second has a beginning there, whose window or states are released before pages are missed."""
+    nothing in the tree. The second has a beginning there, whose window is released before pages are missed."""
     prefill, decode = pair
     first, longer = prompts()[0][::-1], [*prompts()[0][::-1], *prompts()[3]]
     (given,) = compute(prefill, [*first[1:], *longer])
@@ -310,11 +310,26 @@ def test_a_picture_that_is_seen_whole_is_not_divided(tmp_path: Path, files: tupl
     pixels = bytes(torch.randint(0, 256, (48 * 64 * 3,), generator=torch.Generator().manual_seed(1)).tolist())
     picture = Medium("image", pixels, (1, 48, 64), (1, 8, 8))
     ids, places = [*prompts()[0][:56], *[7] * 16, *prompts()[1][:10]], [PlaceholderRange(56, 16, 0, 0)]
-    apart, together = (
-        Request(Prompt(ids, [picture], places, salt=salt), ANSWER) for salt in ("", "computed here")
-    )
+    apart, together = (Request(Prompt(ids, [picture], places, salt=salt), ANSWER) for salt in ("", "computed here"))
     slots = prefilled(engine_of(model, files, gives=True), apart)
     assert [len(one) for one in slots] == [1, 1, 0, 0]
     decode = engine_of(model, files, gives=False)
     assert answers(decode, [replace(apart, slots=slots)]) == answers(decode, [together])
     assert decode.state().taken_pages == 2
+
+
+def test_prefill_ranks_continue_prompts_from_files(tmp_path: Path, files: tuple[int, ...]) -> None:
+    """As after a restart: nothing of the prompt is computed but its last tokens, by the decode rank."""
+    config = RankConfig(
+        dtype=torch.float32, max_total_tokens=640, eager=True, transfer=Transfer(files, True), kv_dir=tmp_path / "kv"
+    )
+    request, slots = Request(Prompt(prompts()[0]), ANSWER), list[Slots]()
+    for computed in (128, 0):
+        prefill = Engine(Worker(DEMO, single(), config))
+        slots.append(prefilled(prefill, request))
+        assert prefill.state().prompt_tokens == computed
+        assert prefill.worker.store is not None
+        prefill.worker.store.close()
+    decode = engine_of(DEMO, files, gives=False)
+    assert ask(decode, prompts()[0], slots[-1]) == ask(decode, prompts()[0], [], "computed here")
+    assert decode.state().taken_pages == 4

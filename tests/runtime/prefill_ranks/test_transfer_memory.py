@@ -39,7 +39,9 @@ def files() -> Iterator[Files]:
         yield files
 
 
-def giving(files: Files, slots: int, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group) -> TransferMemory:
+def giving(
+    files: Files, slots: int, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group
+) -> TransferMemory:
     return TransferMemory(Transfer(files, True), specs, caches, group, [slots] * len(Area))
 
 
@@ -136,9 +138,9 @@ def states_of(cut: Cut) -> list[RecurrentState]:
 def inputs_of(spec: RecurrentState, states: StateSlots, slot: int) -> list[Tensor]:
     """Return the last inputs of queries, keys and values as [input, head, dim]."""
     keys, values = spec.key_heads * KEY_DIM, spec.value_heads * VALUE_DIM
-    parts = states.conv[slot, :INPUTS].split([keys, keys, values], dim=1)
+    parts = torch.split(states.conv[slot, :INPUTS], [keys, keys, values], dim=1)
     heads = (spec.key_heads, KEY_DIM), (spec.key_heads, KEY_DIM), (spec.value_heads, VALUE_DIM)
-    return [part.unflatten(1, sizes) for part, sizes in zip(parts, heads, strict=True)]
+    return [part.view(INPUTS, *sizes) for part, sizes in zip(parts, heads, strict=True)]
 
 
 @pytest.mark.parametrize(("given", "taken"), list(itertools.product(DELTA_CUTS, DELTA_CUTS)), ids=name_of)

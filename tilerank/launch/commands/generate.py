@@ -141,7 +141,9 @@ class GenerateJob:
             if tokens < self._plan.cached_tokens:
                 log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         config = self._options.rank_config(read_card(self._model_dir), tokens)
-        config = replace(kv_dir.with_kv_dir(config, self._args), transfer=transfer_of(os.environ))
+        config = replace(config, transfer=transfer_of(os.environ))
+        if config.transfer is None or config.transfer.gives:  # decode ranks take pages from prefill ranks
+            config = kv_dir.with_kv_dir(config, self._args)
         return Worker(self._model_dir, team, config, start.weight_files(self._args))
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:

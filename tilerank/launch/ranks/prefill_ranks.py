@@ -42,8 +42,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.prefill_nodes is None:
         return
     option = f"--prefill-nodes {args.prefill_nodes}"
-    if args.kv_dir is not None:
-        raise LaunchError(f"{option}: expected no --kv-dir, found {args.kv_dir}")
     if args.nnodes > 1:
         raise LaunchError(f"{option} is for ranks of one host, found --nnodes {args.nnodes}")
     if args.draft_model is not None:

@@ -27,11 +27,9 @@ def cache_kinds(worker: Worker, mm_cache_bytes: int) -> list[CacheKind[Sequence]
     pages = PagePool(worker.pages, beside)
     elsewhere: list[CacheKind[Sequence]] = []
     if worker.store is not None:
-        elsewhere = [StoredPages(worker, worker.store, pages, [encodings])]
-    if (memory := worker.transfers) is not None:
-        elsewhere = [
-            GivenPages(worker, memory, [*beside, *sources, pages])
-            if memory.gives
-            else TakenPages(worker, memory, [*beside, *sources], pages, [encodings])
-        ]
+        elsewhere.append(StoredPages(worker, worker.store, pages, [encodings]))
+    if (memory := worker.transfers) is not None and memory.gives:
+        elsewhere.append(GivenPages(worker, memory, [*beside, *sources, pages]))
+    elif memory is not None:
+        elsewhere.append(TakenPages(worker, memory, [*beside, *sources], pages, [encodings]))
     return [*beside, *sources, pages, *elsewhere, encodings]
