@@ -81,16 +81,8 @@ def test_answers_and_faults_of_either_group() -> None:
     assert re.search(r"warning: rank 0 of the prefill group \(process \d+\) was killed by SIGKILL", result.err)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (("--nnodes", "2"), "--prefill-nodes 1 is for ranks of one host, found --nnodes 2"),
-        (("--draft-model", "/small"), "--prefill-nodes 1: expected no --draft-model, found /small"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(options: tuple[str, ...], sentence: str) -> None:
+def test_several_hosts_are_refused() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    with pytest.raises(LaunchError) as error:
-        check_arguments(parser.parse_args([str(DEMO), "--tp", "2", "--prefill-nodes", "1", *options]))
-    assert str(error.value) == sentence
+    with pytest.raises(LaunchError, match="--prefill-nodes 1 is for ranks of one host, found --nnodes 2"):
+        check_arguments(parser.parse_args([str(DEMO), "--tp", "2", "--prefill-nodes", "1", "--nnodes", "2"]))

@@ -2,12 +2,13 @@
 always right, whatever its cache has gone through."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from batching import DEMO, forget, single_engine
+from batching import DEMO, forget, memory_files, prefilled, single_engine
 from drafting import without_drafts
 from drafting.models import with_draft_model, with_sizes, without_last_layer
 from model_configs import LLAMA, write_config
@@ -24,6 +25,7 @@ from tilerank.runtime.lead.sampling import SamplingParams
 from tilerank.runtime.protocol.events import Event
 from tilerank.runtime.protocol.prompt import Prompt
 from tilerank.runtime.rank.registry import build_draft_model, read_draft_card
+from tilerank.runtime.rank.transfer_memory import Transfer
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,22 @@ def test_its_own_draft_model_is_always_right(
         assert engine.drafting.drafted == engine.drafting.accepted > 30
     assert ("pages" in sizes) == (engine.scheduler.preemptions > 0)
     assert engine.scheduler.hit_tokens > 0 and not engine.state().cache_used
+
+
+def test_decode_ranks_take_what_it_has_read_of_a_prompt_on_prefill_ranks() -> None:
+    """A model that drafts for itself is right only where it has the entries of the prompt."""
+    config: dict[str, Any] = {"dtype": torch.float32, "context_length": 256, "max_total_tokens": 1024, "eager": True}
+    (request,) = (one for one in greedy() if len(one.prompt.token_ids) == 90)
+    with memory_files() as files:
+        prefill, decode = (
+            single_engine(DEMO, **config, speculative="draft", draft_model=DEMO, transfer=Transfer(files, gives))
+            for gives in (True, False)
+        )
+        given = replace(request, slots=prefilled(with_draft_model(prefill), request))
+        found, _ = run(with_draft_model(decode), [given])
+    assert decode.state().taken_pages == 2
+    assert decode.drafting.drafted == decode.drafting.accepted > 30
+    assert texts(found) == texts(plain(decode, [request]))
 
 
 def test_a_request_can_be_cancelled_between_steps(engine_of: Callable[[Path], Engine]) -> None:

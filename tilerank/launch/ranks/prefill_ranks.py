@@ -38,14 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise LaunchError for options that do not go with --prefill-nodes."""
-    if args.prefill_nodes is None:
-        return
-    option = f"--prefill-nodes {args.prefill_nodes}"
-    if args.nnodes > 1:
-        raise LaunchError(f"{option} is for ranks of one host, found --nnodes {args.nnodes}")
-    if args.draft_model is not None:
-        raise LaunchError(f"{option}: expected no --draft-model, found {args.draft_model}")
+    """Raise LaunchError for an option that does not go with --prefill-nodes."""
+    if args.prefill_nodes is not None and args.nnodes > 1:
+        found = f"--nnodes {args.nnodes}"
+        raise LaunchError(f"--prefill-nodes {args.prefill_nodes} is for ranks of one host, found {found}")
 
 
 def refuse_prefill_ranks(args: argparse.Namespace, identity: Identity) -> None:

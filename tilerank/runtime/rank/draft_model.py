@@ -31,7 +31,8 @@ class DraftModel(Drafter):
     """The model in `model_dir`. The constructor loads its weights.
 
     context_length: that of the model it drafts for. sharding: of that model, whose cut, group and dtype it has; its
-    weights have the formats of its own checkpoint. tokens: in its caches. Raises as `Worker` does.
+    weights have the formats of its own checkpoint. tokens: in its caches.
+    specs, caches: those of its layers. Raises as `Worker` does.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class DraftModel(Drafter):
             progress=is_first,
             quantization=card.quantization,
         )
-        specs = self._model.cache_specs()
-        self._caches = allocate(specs, tokens)
+        self.specs = self._model.cache_specs()
+        self.caches = allocate(self.specs, tokens)
         self.content = self._model.batch_content()
         self.vocab_size, self.context_length = card.vocab_size, card.context_length
-        self.weight_bytes, self.cache_bytes = self._model.nbytes(), bytes_per_token(specs) * tokens
+        self.weight_bytes, self.cache_bytes = self._model.nbytes(), bytes_per_token(self.specs) * tokens
         self.step_bytes = bytes_per_step(self._model)
         if is_first:
             log.info("%s drafts: rank 0 holds %.1f MB of it", model_dir, self.weight_bytes / 1e6)
 
     def forward(self, chunks: Sequence[Chunk], batch: Batch, *, is_recorded: bool) -> Forward:
-        return lambda: self._model.forward(batch, self._caches)
+        return lambda: self._model.forward(batch, self.caches)

@@ -123,7 +123,7 @@ class Worker:
         self.window_pages = num_pages(num_window_tokens(self.max_total_tokens, self.window))
         """Pages of layers with a window that sequences may have."""
         # The page after the last is the spare one of padding rows.
-        self._caches = allocate(
+        self._caches = caches = allocate(
             specs,
             (self.pages + 1) * PAGE_TOKENS,
             self.states,
@@ -132,9 +132,6 @@ class Worker:
         )
         self.store = None if files is None else PageStore(files, self._caches, group)
         """Keeps pages of the cache in files; None if the configuration has no directory for them."""
-        slots = [self.pages, self.window_pages, self.states, self.source_pages]
-        self.transfers = transfer_memory(config.transfer, specs, self._caches, group, slots)
-        """Through which pages go from prefill ranks to decode ranks; None if the same ranks do both."""
         self.step_bytes = bytes_per_step(self._model)
         """What a step reads on this rank."""
         longest = num_pages(min(self.max_total_tokens, self.card.context_length))
@@ -156,6 +153,10 @@ class Worker:
             tokens = (self.pages + 1) * PAGE_TOKENS
             self.draft_model = DraftModel(config.draft_model, self.card.context_length, sharding, config, tokens)
             drafter = self.draft_model
+            specs, caches = [*specs, *self.draft_model.specs], [*caches, *self.draft_model.caches]
+        slots = [self.pages, self.window_pages, self.states, self.source_pages]
+        self.transfers = transfer_memory(config.transfer, specs, caches, group, slots)
+        """Through which pages go from prefill ranks to decode ranks; None if the same ranks do both."""
         self.drafts: DraftRank | None = None
         if drafter is not None:
             self.drafts = DraftRank(drafter, limits, recorded_steps(group) if self._graphs else None)
