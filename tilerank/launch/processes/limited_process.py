@@ -83,9 +83,11 @@ class LimitedProcess:
     @property
     def is_stopped(self) -> bool:
         """Whether the process runs, but was stopped by a signal."""
-        if self.pid is None:
+        pid = self.pid
+        try:
+            _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        except FileNotFoundError:  # it does not run, or has ended since
             return False
-        _, _, after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")
         return after_name.split()[0] == "T"
 
     def connect(self) -> socket.socket:
