@@ -5,120 +5,13 @@ import json
 import os
 import re
 import signal
-import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from batching import single_engine
-from command import DEMO, ENDLESS, SOON_S, Result, Run, await_true, demo_copy, endless_copy, hold, run
+from command import DEMO, ENDLESS, SOON_S, Run, assert_refused, await_true, endless_copy, hold, run
 
 from tilerank.launch.commands.prompts import GivenPrompt, read_prompts
-from tilerank.launch.errors import USER_ERRORS
-
-
-def assert_refused(result: Result, sentence: str, status: int = 1) -> None:
-    """Check the whole error against the pattern `sentence`."""
-    assert result.status == status, result.err
-    assert len(result.errors) == 1, result.err
-    assert re.fullmatch(f"tilerank: error: {sentence}", result.errors[0]), result.errors[0]
-    assert "Traceback" not in result.err
-    assert result.out == ""
-
-
-def edit_config(model: Path, **changes: object) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def unknown_type(model: Path) -> None:
-    edit_config(model, model_type="wavenet")
-
-
-def other_family(model: Path) -> None:
-    (model / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2}))
-
-
-def no_config(model: Path) -> None:
-    (model / "config.json").unlink()
-
-
-def no_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").unlink()
-
-
-def broken_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").write_text("{")
-
-
-def no_weights(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-
-
-def garbage(model: Path) -> None:
-    (model / "model.safetensors").write_bytes(os.urandom(4096))
-
-
-def empty(model: Path) -> None:
-    (model / "model.safetensors").write_bytes(b"")
-
-
-def truncated(model: Path) -> None:
-    with open(model / "model.safetensors", "r+b") as file:
-        file.truncate(6_000_000)
-
-
-def header_beyond_the_end(model: Path) -> None:
-    with open(model / "model.safetensors", "r+b") as file:
-        file.write(struct.pack("<Q", 1 << 40))
-
-
-def other_shape(model: Path) -> None:
-    edit_config(model, intermediate_size=640)
-
-
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        pytest.param(
-            unknown_type,
-            r".*/config\.json: .*expected one of .*llama, .*qwen3.*, found .wavenet.*",
-            id="unknown-model-type",
-        ),
-        pytest.param(no_tokenizer, r".*tokenizer\.json.*", id="no-tokenizer"),
-        pytest.param(broken_tokenizer, r".*tokenizer\.json.*", id="broken-tokenizer"),
-        pytest.param(other_shape, r".*(gate|up|down)_proj.*704.*", id="other-shape"),
-    ],
-)
-def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], sentence: str) -> None:
-    model = demo_copy(tmp_path / "model")
-    damage(model)
-    assert_refused(run("generate", model, "--tp", 2, "--prompt", "Once"), sentence)
-
-
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        pytest.param(
-            other_family, r".*/config\.json: .*expected one of .*llama, .*qwen3.*, found .gpt2.*", id="other-family"
-        ),
-        pytest.param(no_config, r".*config\.json.*", id="no-config"),
-        pytest.param(no_weights, r".*model\.safetensors.*", id="no-weights"),
-        pytest.param(garbage, r".*model\.safetensors.*", id="garbage"),
-        pytest.param(empty, r".*model\.safetensors.*", id="empty"),
-        pytest.param(truncated, r".*model\.safetensors.*6,?000,?000.*", id="truncated"),
-        pytest.param(header_beyond_the_end, r".*model\.safetensors.*header.*", id="header-beyond-the-end"),
-    ],
-)
-def test_damage_that_a_rank_finds(tmp_path: Path, damage: Callable[[Path], None], sentence: str) -> None:
-    """The command prints the errors of a rank, as above; to start its ranks takes seconds."""
-    model = demo_copy(tmp_path / "model")
-    damage(model)
-    with pytest.raises(USER_ERRORS) as refused:
-        single_engine(model, dtype=torch.bfloat16)
-    assert re.fullmatch(sentence, str(refused.value)), refused.value
 
 
 @pytest.mark.parametrize(

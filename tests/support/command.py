@@ -6,6 +6,7 @@ Deadlines in this file are for commands that hang: even a machine with ten times
 import contextlib
 import json
 import os
+import re
 import selectors
 import shutil
 import socket
@@ -47,6 +48,15 @@ class Result:
     def errors(self) -> list[str]:
         """The error sentences for the user."""
         return [line for line in self.err.splitlines() if "tilerank: error: " in line]
+
+
+def assert_refused(result: Result, sentence: str, status: int = 1) -> None:
+    """Check the whole error against the pattern `sentence`."""
+    assert result.status == status, result.err
+    assert len(result.errors) == 1, result.err
+    assert re.fullmatch(f"tilerank: error: {sentence}", result.errors[0]), result.errors[0]
+    assert "Traceback" not in result.err
+    assert result.out == ""
 
 
 class Run:
