@@ -21,7 +21,8 @@ from ..logs import say
 from ..offline.link import CONTROL, LINK, PARENT, connect_replicas
 from ..options import kv_dir, model, other_servers, requests
 from ..options.draft_model import check_draft_model
-from ..planning.replicas import ModelBytes, add_replicas_argument, divide
+from ..options.replicas import add_arguments as add_replica_arguments
+from ..planning.replicas import ModelBytes, divide
 from ..processes.process import die_with
 from ..processes.status import ErrorReport, StatusPipe
 from ..processes.supervisor import Outcome, run_group
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_arguments(parser)
     kv_dir.add_arguments(parser)
     start.add_arguments(parser)
-    add_replicas_argument(parser)
+    add_replica_arguments(parser)
     other_servers.add_arguments(parser, other_servers.MODEL)
 
 

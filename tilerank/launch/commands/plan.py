@@ -19,6 +19,7 @@ from ..host.topology import Topology, read_topology
 from ..options import model
 from ..options.arguments import whole_number, whole_numbers
 from ..options.hub import add_model_argument
+from ..options.replicas import add_arguments as add_replica_arguments
 from ..planning.other_machine import MAX_NODES, described_machine, idle_machine, without_cores
 from ..planning.plan import model_bytes, plan_model
 from ..planning.plan_text import as_json, render, render_groups, render_replicas, replicas_as_json
@@ -28,7 +29,7 @@ from ..planning.prediction.predict import Prediction, predict_cases, predict_goo
 from ..planning.prediction.text import as_json as as_json_prediction
 from ..planning.prediction.text import render as render_prediction
 from ..planning.remedies import plan_with_remedy
-from ..planning.replicas import Division, add_replicas_argument, divide
+from ..planning.replicas import Division, divide
 from ..ranks import prefill_ranks
 from ..ranks.rendezvous import identify
 from ..ranks.start import own_placement, own_topology
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|N",
         help="number of ranks that a layer is cut over (auto: one per NUMA node)",
     )
-    add_replicas_argument(parser)
+    add_replica_arguments(parser)
     prefill_ranks.add_arguments(parser)
     parser.add_argument("--cores", default="auto", help='cores of each rank, "0-39|43-82"; auto or none')
     parser.set_defaults(bind="auto")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..host.placement import auto_ranks
 from ..host.topology import Topology
-from ..options.arguments import whole_number
 from ..text import count, size
-
-MAX_REPLICAS = 256
 
 PACE_BYTES = 8 << 30
 """Bytes that a node may read per token of one stream: 50 ms at 170 GB/s. Only below this are more replicas worth more
@@ -26,23 +22,6 @@ class ModelBytes:
 
     weights: int
     token: int
-
-
-def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument_group("replicas").add_argument(
-        "--dp",
-        "--data-parallel-size",
-        type=_replica_count,
-        default=1,
-        metavar="auto|N",
-        help="replicas of the model, each on --tp ranks of its own (default: 1; auto: as many as the NUMA nodes give "
-        "with --tp, or with --tp auto as the size of the model suggests)",
-    )
-
-
-def _replica_count(text: str) -> int | None:
-    """Parse --dp: a number of replicas, or None for "auto"."""
-    return None if text == "auto" else whole_number(1, MAX_REPLICAS)(text)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ...goodput.simulation import REQUESTS, Demand, predicted_goodput
 from ...logs import say
 from ...options.arguments import real_number, whole_number
 from ...options.model import model_options
-from ...planning.replicas import add_replicas_argument
+from ...options.replicas import add_arguments as add_replica_arguments
 from ...ranks import prefill_ranks
 from ...serving.own_server import own_server
 from ..chart import check_chart_argument
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `serve` that an engine alone does not have."""
-    add_replicas_argument(parser)
+    add_replica_arguments(parser)
     prefill_ranks.add_arguments(parser)
 
 
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace, serve_argv: Sequence[str]) -> Goodput:
 
 
 def _said(load: Load, rate: float) -> Trial:
-    """Run a trial and say how it ended: a search takes minutes."""
+    """Run a trial and write how it ended, because a search takes minutes."""
     trial = load.trial(rate)
     say(f"tilerank: {rate:.3g} requests/s: {'holds' if trial.holds else 'late'}")
     return trial
