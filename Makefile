@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 # The first make in this clone builds while others wait: what it has built they find up to date.
 LOCKED := flock Makefile $(MAKE) --no-print-directory
-# Of a core that does not compile, pip prints what the compiler said, without the commands of all files.
+# If a core does not compile, pip prints what the compiler said, without the commands of all files.
 INSTALL := $(BIN)/pip install --quiet --config-settings quiet=true --disable-pip-version-check
 
 .PHONY: help core environment demo demo-chat demo-vision test test-long soak test-numa test-sanitize test-amx lint types site wheel format clean

@@ -115,10 +115,10 @@ class CacheKind(Generic[S]):
 
 
 class MovedKind(CacheKind[S], ABC):
-    """A kind of cache of which prefill ranks give pages, or slots, to decode ranks, each named by the digest of all
-    tokens up to its end.
+    """A kind of cache whose pages, or slots, prefill ranks give to decode ranks, each named by the digest of all tokens
+    up to its end.
 
-    area: of the memory between them. least_tokens: the fewest of a prompt of which something moves.
+    area: of the memory between them. least_tokens: of the shortest prompt from which something moves.
     """
 
     area: ClassVar[Area]
@@ -138,7 +138,7 @@ class MovedKind(CacheKind[S], ABC):
         continued after `pages` pages. Returns their numbers to be filled, None for a page that the tree has."""
 
     def taken(self, sequence: S) -> None:
-        """What `take` has returned is filled."""
+        """Use the pages that `take` has returned: they are filled now."""
 
     def pending_copies(self) -> list[tuple[int, int]]:
         """Return, once, the copies of slots that the ranks have not received: (from, to)."""

@@ -32,7 +32,7 @@ class Sequence:
         from the cache.
     slots: of each area, with what prefill ranks have computed of its prompt (transfers/given_pages.py).
     tokens: the prompt and the tokens generated so far; the KV cache holds the first `cached` of them.
-    keys: what their pages are shared by (prompt.py). Of a prompt that is cut, there are two more.
+    keys: what their pages are shared by (prompt.py). A prompt that is cut has two more keys than tokens.
     number: names the sequence in messages to the ranks; a new one for each admission, -1 while it waits.
     is_lost: whether some of what was in the slots is gone, so that it has to wait again.
     takes: whether what is in the slots is read, once it runs.
@@ -74,8 +74,8 @@ class Sequence:
         self.tokens, self.keys = list(self.prompt.token_ids), list(self.prompt.keys)
 
     def cut(self, tokens: int) -> None:
-        """Compute only the first tokens of the prompt, for ranks that compute the others. No logits are needed of them,
-        so that the cache may have them all."""
+        """Compute only the first tokens of the prompt: other ranks compute the rest. The cache may have all of them,
+        because no logits are needed here."""
         del self.tokens[tokens:], self.keys[tokens + 2 :]
 
     def append(self, token_id: int) -> None:
@@ -119,7 +119,7 @@ class Sequence:
 
     @property
     def known_tokens(self) -> list[int]:
-        """Its tokens, and those of the prompt that are left to other ranks."""
+        """Return its tokens, and those of the prompt that other ranks compute."""
         return self.tokens if self.length >= self.prompt_len else self.prompt.token_ids
 
     @property

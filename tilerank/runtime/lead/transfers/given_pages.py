@@ -20,8 +20,8 @@ from ..sequence import Sequence
 
 
 class GivenPages(CacheKind[Sequence]):
-    """The slots of each area of `memory`, numbered from 0. A slot is ready once it has a page. kinds: of which pages
-    move, at most one for an area."""
+    """The slots of each area of `memory`, numbered from 0. A slot is ready once it has a page. kinds: those whose
+    pages move, at most one for an area."""
 
     def __init__(self, worker: Worker, memory: TransferMemory, kinds: abc.Sequence[MovedKind[Sequence]]) -> None:
         self._worker = worker

@@ -46,7 +46,7 @@ class PageReads(CacheKind[Sequence], Generic[P], ABC):
         is read. first: since the sequence was admitted for the first time."""
 
     def _end(self, sequence: Sequence) -> None:
-        """All pieces of a sequence are read."""
+        """Count what was read: every rank has all pieces of a sequence."""
 
     def commit(self, sequence: Sequence) -> None:
         """Find the pages to read."""

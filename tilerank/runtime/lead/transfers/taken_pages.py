@@ -24,7 +24,7 @@ from .page_reads import PageReads, in_pieces
 class TakenPages(PageReads[tuple[Area, MovedPage]]):
     """The slots of `memory` that requests name.
 
-    beside: the kinds of which pages move with those of `pool`. after: as in PageReads.
+    beside: the kinds whose pages move with those of `pool`. after: as in PageReads.
     """
 
     def __init__(
