@@ -3,6 +3,8 @@
 import os
 import socket
 
+from tilerank.runtime.server.link.handover import send_connection
+
 CONTROL = "TILERANK_OFFLINE_CONTROL"
 """The descriptor of the socket over which the process gets its connections to the replicas; in the environment of all
 ranks."""
@@ -19,6 +21,6 @@ def connect_replicas(replicas: int) -> list[int]:
         for replica in range(replicas):
             theirs, ours = socket.socketpair()
             with theirs:
-                socket.send_fds(control, [bytes([replica])], [theirs.fileno()])
+                send_connection(control, theirs, replica)
             ends.append(ours.detach())
     return ends

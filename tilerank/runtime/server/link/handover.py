@@ -7,19 +7,27 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+_NUMBER_BYTES = 2
+"""Of the number of an engine: a host may have more than 256, because a replica may have two."""
 
-def connect(http: socket.socket, engine: socket.socket, replica: int) -> None:
-    """Send a new connection to the HTTP process and to the engine of `replica`, over their control sockets."""
+
+def connect(http: socket.socket, engine: socket.socket, number: int) -> None:
+    """Send a new connection to the HTTP process and to the engine of this number, over their control sockets."""
     for control, connection in zip((http, engine), socket.socketpair(), strict=True):
         # A process that has ended gets no connection. When it is restarted, both get a new one.
         with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(control, [bytes([replica])], [connection.fileno()])
+            send_connection(control, connection, number)
+
+
+def send_connection(control: socket.socket, connection: socket.socket, number: int) -> None:
+    """Send a connection to the engine of this number, or from it, over a control socket."""
+    socket.send_fds(control, [number.to_bytes(_NUMBER_BYTES)], [connection.fileno()])
 
 
 def receive_connection(control: socket.socket) -> tuple[int, socket.socket] | None:
-    """Receive the next connection and the number of its replica; None once the launcher has closed `control`."""
-    data, fds, _, _ = socket.recv_fds(control, 1, 1)
-    return (data[0], socket.socket(fileno=fds[0])) if data else None
+    """Receive the number of the next engine and its connection; None once the launcher has closed `control`."""
+    data, fds, _, _ = socket.recv_fds(control, _NUMBER_BYTES, 1)
+    return (int.from_bytes(data), socket.socket(fileno=fds[0])) if data else None
 
 
 def connections(control: socket.socket) -> Iterator[socket.socket]:
