@@ -60,5 +60,23 @@ def test_what_cannot_be_divided_is_refused() -> None:
         planned(DEMO, "--tp", 2, "--prefill-nodes", 1, "--task", "embed")
     with pytest.raises(LaunchError, match="expected fewer than the 2 ranks of --tp"):
         planned(DEMO, "--tp", 2, "--prefill-nodes", 2)
-    with pytest.raises(LaunchError, match="is for one replica, found --dp 2"):
-        planned(DEMO, "--tp", 2, "--prefill-nodes", 1, "--dp", 2)
+    with pytest.raises(LaunchError, match="--prefill-nodes 1 --dp auto: expected --tp N as well, found --tp auto"):
+        planned(DEMO, "--prefill-nodes", 1, "--dp", "auto")
+
+
+def test_replicas_of_two_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each replica has the groups of one alone, and all together need the memory of all."""
+    two, one = (("--tp", 3, "--prefill-nodes", 2, "--dp", dp, "--cores", "none") for dp in (2, 1))
+    planned(DEMO, *one, "--json")
+    alone = json.loads(capsys.readouterr().out)
+    planned(DEMO, *two, "--json")
+    both = json.loads(capsys.readouterr().out)
+    assert (alone["dp"], both["dp"]) == (1, 2)
+    assert both["names"] == [f"{role} of replica {number}" for number in (0, 1) for role in command.GROUPS]
+    assert [plan["tp"] for plan in both["replicas"]] == [2, 1, 2, 1]
+    weights = [[rank["weights"] for rank in plan["ranks"]] for plan in alone["replicas"]]
+    assert [[rank["weights"] for rank in plan["ranks"]] for plan in both["replicas"]] == weights * 2
+    assert both["need"] == 2 * alone["need"]
+    planned(DEMO, *two)
+    page = capsys.readouterr().out
+    assert "Prefill ranks of replica 1: " in page and page.count("Half of the cache of prefill ranks") == 1

@@ -1,4 +1,5 @@
-"""A server whose ranks compute prompts and answers apart: a prefill rank gives pages to a decode rank."""
+"""A server whose ranks compute prompts and answers apart: in each of two replicas, a prefill rank gives pages to a
+decode rank."""
 
 import argparse
 import os
@@ -23,15 +24,14 @@ TOKEN_BYTES = 6 * 2 * 2 * 64 * 4
 
 
 def rank_of(server: Server, group: str) -> int:
-    """Return the pid of rank 0 of a group."""
+    """Return the pid of rank 0 of a group of the first replica, which is started first."""
     variable = {"prefill": "TILERANK_GIVES_PAGES=", "decode": "TILERANK_TAKES_PAGES="}[group]
-    (found,) = (
+    return min(
         pid
         for pid in server.running.pids()
         if "\0TILERANK_RANK=0\0" in (text := Path(f"/proc/{pid}/environ").read_text(errors="replace"))
         and f"\0{variable}" in text
     )
-    return found
 
 
 def complete(server: Server, text: str, **fields: Any) -> dict[str, Any]:
@@ -45,11 +45,19 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["text"])
 
 
+def all_connected(server: Server) -> bool:
+    return server.get("/metrics").text.count("tilerank_rank_info{") == 4
+
+
+def complete_all(server: Server, *texts: str) -> list[str]:
+    """Return the answers to requests that run at the same time, in both replicas."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda text: text_of(complete(server, text)), texts))
+
+
 def test_answers_and_faults_of_either_group() -> None:
-    with serving("--tp", 2, "--prefill-nodes", 1) as server:
-        with ThreadPoolExecutor() as pool:
-            texts = list(pool.map(lambda text: text_of(complete(server, text)), TEXTS))
-        assert texts == [greedy(text, 8) for text in TEXTS]
+    with serving("--tp", 2, "--prefill-nodes", 1, "--dp", 2) as server:
+        assert complete_all(server, *TEXTS) == [greedy(text, 8) for text in TEXTS]
         # The scores of a prompt are computed where its answer is, so that no page of prefill ranks is used.
         sampled: dict[str, Any] = {"temperature": 1.0, "seed": 7, "n": 2}
         apart = complete(server, TEXTS[0] * 2, **sampled)
@@ -63,22 +71,28 @@ def test_answers_and_faults_of_either_group() -> None:
 
         os.kill(rank_of(server, "prefill"), signal.SIGKILL)
         # Decode ranks compute prompts until the others are back.
-        assert text_of(complete(server, "Now " + TEXTS[1])) == greedy("Now " + TEXTS[1], 8)
-        server.running.await_line("the prefill group is ready again")
-        await_true(lambda: "transfer_usage_perc" in server.get("/metrics").text, 60, "it is not connected")
+        some = ["Now " + text for text in TEXTS[:2]]
+        assert complete_all(server, *some) == [greedy(text, 8) for text in some]
+        server.running.await_line("the prefill group of replica 0 is ready again")
+        await_true(lambda: all_connected(server), 60, "it is not connected")
+        assert server.gauge("engine_restarts_total") == 1
         assert text_of(complete(server, "Then " + TEXTS[2])) == greedy("Then " + TEXTS[2], 8)
         await_true(lambda: server.gauge("transfer_pages_taken_total") > taken, 60, "no page is taken")
-        assert server.gauge("engine_restarts_total") == 1
 
         os.kill(rank_of(server, "decode"), signal.SIGKILL)
-        await_true(lambda: server.get("/health").status_code == 503, 60, "it is not noticed")
-        await_true(lambda: server.get("/health").status_code == 200, 120, "it does not come back")
-        assert text_of(complete(server, TEXTS[0])) == texts[0]
+        # The other replica answers as soon as it is noticed.
+        some = ["And " + text for text in TEXTS[:2]]
+        await_true(lambda: server.post("/v1/completions", {"prompt": some[0], "max_tokens": 1}).is_success, 60, "none")
+        assert complete_all(server, *some) == [greedy(text, 8) for text in some]
+        server.running.await_line("the decode group of replica 0 is ready again")
+        await_true(lambda: all_connected(server), 60, "it is not connected")
+        assert complete_all(server, *some) == [greedy(text, 8) for text in some]
 
         server.running.process.send_signal(signal.SIGTERM)
         result = server.running.finish()
     assert (result.status, result.errors) == (0, [])
-    assert re.search(r"warning: rank 0 of the prefill group \(process \d+\) was killed by SIGKILL", result.err)
+    for group in ("prefill", "decode"):
+        assert re.search(rf"warning: rank 0 of the {group} group of replica 0 \(process \d+\) was killed", result.err)
 
 
 def test_several_hosts_are_refused() -> None:

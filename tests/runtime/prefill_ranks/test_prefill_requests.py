@@ -52,7 +52,7 @@ def run(talk: Talk) -> None:
     """Let a test talk as the prefill ranks and as the decode ranks of a client."""
 
     async def all_of_it() -> None:
-        client, pairs = EngineClient(prefilling={0}), [socket.socketpair() for _ in range(2)]
+        client, pairs = EngineClient(in_pairs=True), [socket.socketpair() for _ in range(2)]
         attached = [asyncio.create_task(client.attach(i, pair[0])) for i, pair in enumerate(pairs)]
         for pair in pairs:
             pair[1].setblocking(False)
@@ -200,3 +200,39 @@ def test_choices_share_a_prompt_and_may_end_alone() -> None:
             assert await prefill.receive() == Cancel(submit.number)
 
     run(talk)
+
+
+def test_the_prompt_is_computed_in_the_replica_of_its_answer() -> None:
+    """Of two replicas, each with prefill ranks. One that has lost these computes prompts itself, and does not use those
+    of the other."""
+
+    async def talk() -> None:
+        client, pairs = EngineClient(in_pairs=True), [socket.socketpair() for _ in range(4)]
+        attached = [asyncio.create_task(client.attach(i, pair[0])) for i, pair in enumerate(pairs)]
+        for pair in pairs:
+            pair[1].setblocking(False)
+        engines = [ScriptedEngine(pair[1]) for pair in pairs]
+        await client.all_ready.wait()
+        answers = [asyncio.create_task(tokens_of(client, Prompt([number] * 100))) for number in range(2)]
+        for number, (prefill, decode) in enumerate([engines[:2], engines[2:]]):
+            submit = await prefill.receive()
+            assert submit.prompt.token_ids == [number] * 100
+            prefill.tell(PrefilledEvent(submit.number, [[number]]))
+            request = await decode.receive()
+            assert (request.prompt.token_ids, request.slots) == ([number] * 100, [[number]])
+            decode.tell(TokenEvent(request.number, 9, 0.0, "length"))
+            assert await prefill.receive() == Cancel(submit.number)
+        await asyncio.gather(*answers)
+        engines[0].close()
+        await attached[0]
+        # Both begin like what a replica has seen.
+        answers = [asyncio.create_task(tokens_of(client, Prompt([number] * 99))) for number in range(2)]
+        assert (await engines[1].receive()).slots == []
+        assert (await engines[2].receive()).prompt.token_ids == [1] * 99
+        for answer in answers:
+            answer.cancel()
+        for engine in engines[1:]:
+            engine.close()
+        await asyncio.gather(*attached)
+
+    asyncio.run(asyncio.wait_for(talk(), 60))

@@ -22,7 +22,7 @@ from ..offline.link import CONTROL, LINK, PARENT, connect_replicas
 from ..options import kv_dir, model, other_servers, requests
 from ..options.draft_model import check_draft_model
 from ..options.replicas import add_arguments as add_replica_arguments
-from ..planning.replicas import ModelBytes, divide
+from ..planning.replicas import Division, ModelBytes, divide
 from ..processes.process import die_with
 from ..processes.status import ErrorReport, StatusPipe
 from ..processes.supervisor import Outcome, run_group
@@ -103,6 +103,18 @@ def own_replicas(
     ranks and replicas depend on it. Raises LaunchError."""
     if args.dp == 1:
         return [start.own_ranks(args, identity)]
+    division, whole = divided_host(args, identity, model_bytes)
+    return [
+        HostRanks(args, division.tp, range(division.tp), placement, f"replica {replica}" if division.dp > 1 else None)
+        for replica, placement in enumerate(divide_placement(whole, [division.tp] * division.dp))
+    ]
+
+
+def divided_host(
+    args: argparse.Namespace, identity: Identity, model_bytes: Callable[[], ModelBytes]
+) -> tuple[Division, Placement]:
+    """Return the replicas on this host, and the places of all their ranks. model_bytes: as in own_replicas. Raises
+    LaunchError."""
     if args.nnodes > 1:
         refuse_replicas(args, identity)
     machine = read_topology()
@@ -111,11 +123,7 @@ def own_replicas(
         say(f"tilerank: --tp {division.tp} --dp {division.dp}: {division.reason}")
     if division.dp > 1 and args.kv_dir is not None:
         raise LaunchError(f"--kv-dir {args.kv_dir} is for one replica, found --dp {division.dp}")
-    whole = start.own_placement(args, identity, machine, division.tp * division.dp)
-    return [
-        HostRanks(args, division.tp, range(division.tp), placement, f"replica {replica}" if division.dp > 1 else None)
-        for replica, placement in enumerate(divide_placement(whole, [division.tp] * division.dp))
-    ]
+    return division, start.own_placement(args, identity, machine, division.tp * division.dp)
 
 
 class EngineJob(GenerateJob):

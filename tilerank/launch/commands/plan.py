@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         division = divide(topology, args.tp, args.dp, lambda: model_bytes(card, options))
     groups = [_Group(division.tp, options)] * division.dp
     if args.prefill_nodes is not None:
-        groups = _prefill_and_decode(args, card, division.tp, options)
+        groups = _prefill_and_decode(args, card, division.tp, options) * division.dp
     whole = own_placement(args, identity, machine, sum(group.tp // hosts for group in groups))
 
     def planned(group: _Group, placement: Placement) -> Plan:
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         report, page, refusal = as_json(plans[0]), render(plans[0]), plans[0].refusal()
     else:
         replicas = ReplicaPlans(plans, division.reason, GROUPS if args.prefill_nodes else ())
-        page = render_groups(replicas) if replicas.names else render_replicas(replicas)
+        page = render_groups(replicas) if replicas.roles else render_replicas(replicas)
         report, refusal = replicas_as_json(replicas), replicas.refusal()
     if described is not None:
         speed = _prediction(args, described, card, options, division.tp, whole)
@@ -153,8 +153,8 @@ class _Group:
 def _prefill_and_decode(
     args: argparse.Namespace, card: ModelCard, tp: int, options: model.ModelOptions
 ) -> list[_Group]:
-    """Return the two groups of --prefill-nodes, of `tp` ranks together. Raises LaunchError, and EngineError for a model
-    that has none."""
+    """Return the two groups of a replica with --prefill-nodes, of `tp` ranks together. Raises LaunchError, and
+    EngineError for a model that has none."""
     from tilerank.runtime.rank.whole_pages import check_generates
 
     if args.machine is not None:

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prefill_nodes is None:
         replicas = engine.own_replicas(args, identity, job.model_bytes)
     else:
-        replicas = prefill_ranks.two_groups(args, identity)
+        replicas = prefill_ranks.pairs_of_groups(args, *engine.divided_host(args, identity, job.model_bytes))
     if 0 not in replicas[0].here:
         return supervise(replicas[0].specs(), _watch(args), end_s=args.drain_timeout + END_S)
     job.prepare()

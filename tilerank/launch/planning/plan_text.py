@@ -259,11 +259,13 @@ def render_replicas(replicas: ReplicaPlans) -> str:
 
 
 def render_groups(groups: ReplicaPlans) -> str:
-    """Return the page for prefill ranks and decode ranks: the cuts and places of each, and the memory of both."""
-    sections = []
-    for name, plan in zip(groups.names, groups.plans, strict=True):
-        sections += [[f"{name.capitalize()}: {_title(plan)}"], _cuts(plan), _group(plan)]
-    half = f"Half of the cache of {groups.names[0]} is the memory through which they give pages to {groups.names[1]}."
+    """Return the page for prefill ranks and decode ranks: the places of each group, the cuts, which those of other
+    replicas share, and the memory of all."""
+    sections = [[f"{count(groups.dp, 'replica')} ({groups.reason})"]] if groups.reason is not None else []
+    for number, (name, plan) in enumerate(zip(groups.names, groups.plans, strict=True)):
+        cuts = _cuts(plan) if number < len(groups.roles) else []
+        sections += [[f"{name.capitalize()}: {_title(plan)}"], cuts, _group(plan)]
+    half = f"Half of the cache of {groups.roles[0]} is the memory through which they give pages to {groups.roles[1]}."
     return _page([*sections, [half], _shared_memory(groups), _shared_verdict(groups)])
 
 
@@ -287,7 +289,7 @@ def _page(sections: Sequence[Sequence[str]]) -> str:
 
 def _shared_memory(replicas: ReplicaPlans) -> list[str]:
     first = replicas.plans[0]
-    whose = "ranks" if replicas.names else "replicas"
+    whose = "ranks" if replicas.roles else "replicas"
     rows = [["", whose, "weights", "KV cache", *_states(first, "states"), "free", "used"]]
     for index, node in enumerate(first.nodes):
         parts = [(number, plan.nodes[index], plan) for number, plan in enumerate(replicas.plans)]
@@ -341,7 +343,7 @@ def replicas_as_json(replicas: ReplicaPlans) -> dict[str, Any]:
     """Return all plans and what they need together, ready for JSON."""
     names = {"names": replicas.names} if replicas.names else {}
     return names | {
-        "dp": len(replicas.plans),
+        "dp": replicas.dp,
         "reason": replicas.reason,
         "need": replicas.need,
         "available": replicas.available,

@@ -243,11 +243,22 @@ class Plan:
 @dataclass(frozen=True)
 class ReplicaPlans:
     """The plans of all replicas of a model on this host, which share its memory. `reason`: why there are this many, if
-    the command line left that open. `names`: of prefill ranks and decode ranks; empty for replicas that are alike."""
+    the command line left that open. `roles`: of the groups of each replica, which have a plan each, one after the
+    other; empty for replicas of one group."""
 
     plans: tuple[Plan, ...]
     reason: str | None = None
-    names: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+
+    @property
+    def dp(self) -> int:
+        return len(self.plans) // max(len(self.roles), 1)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The groups of all replicas, in the order of the plans; empty for replicas of one group."""
+        ends = [f" of replica {number}" if self.dp > 1 else "" for number in range(self.dp)]
+        return tuple(role + end for end in ends for role in self.roles)
 
     @property
     def need(self) -> float:
@@ -270,8 +281,10 @@ class ReplicaPlans:
                 return refusal
         if self.need <= self.available:
             return None
-        groups = " and ".join(self.names) or count(len(self.plans), "replica")
+        whose = count(self.dp, "replica")
+        if self.roles:
+            whose = " and ".join(self.roles) + (f" of {whose}" if self.dp > 1 else "")
         return (
-            f"{self.plans[0].model}: not enough memory for {groups}: {size(self.need)} needed, "
+            f"{self.plans[0].model}: not enough memory for {whose}: {size(self.need)} needed, "
             f"{size(self.available)} available"
         )

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from tilerank.runtime.protocol.areas import Area
 
 from ..errors import LaunchError
-from ..host.placement import divide_placement
-from ..host.topology import read_topology
+from ..host.placement import Placement, divide_placement
 from ..options.arguments import whole_number
+from ..planning.replicas import Division
 from ..text import count
-from . import start
 from .rendezvous import Identity
 from .start import HostRanks
 
@@ -32,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-nodes",
         type=whole_number(1),
         metavar="N",
-        help="N of the --tp ranks compute prompts, and the others take the cached keys and values from them and "
-        "generate, so that neither waits for the other; each group holds the whole model (default: all ranks do both)",
+        help="N of the --tp ranks of a replica compute prompts, and the others take the cached keys and values from "
+        "them and generate, so that neither waits for the other; each group holds the whole model (default: all ranks "
+        "do both)",
     )
 
 
@@ -50,31 +50,37 @@ def refuse_prefill_ranks(args: argparse.Namespace, identity: Identity) -> None:
         raise LaunchError(f"--prefill-nodes {args.prefill_nodes} is for ranks of one host that this command starts")
 
 
-def group_sizes(args: argparse.Namespace, ranks: int) -> tuple[int, int]:
-    """Return how many of so many ranks compute prompts, and how many generate. Raises LaunchError if none does."""
-    if args.dp != 1:
-        raise LaunchError(f"--prefill-nodes {args.prefill_nodes} is for one replica, found --dp {args.dp or 'auto'}")
+def group_sizes(args: argparse.Namespace, ranks: int) -> list[int]:
+    """Return how many of the ranks of a replica compute prompts, and how many generate. Raises LaunchError if none
+    does, or if the size of the model has decided how many ranks there are: it is not that of two groups."""
+    if args.tp is None and args.dp is None:
+        raise LaunchError(f"--prefill-nodes {args.prefill_nodes} --dp auto: expected --tp N as well, found --tp auto")
     if args.prefill_nodes >= ranks:
         found = count(ranks, "rank")
         raise LaunchError(
             f"--prefill-nodes {args.prefill_nodes}: expected fewer than the {found} of --tp, so that one generates"
         )
-    return args.prefill_nodes, ranks - args.prefill_nodes
+    return [args.prefill_nodes, ranks - args.prefill_nodes]
 
 
-def two_groups(args: argparse.Namespace, identity: Identity) -> list[HostRanks]:
-    """Return the prefill ranks and the decode ranks, which this command starts. Raises LaunchError."""
-    machine = read_topology()
-    size, _ = start.host_ranks(args, start.own_topology(args, identity, machine))
-    prefill, decode = group_sizes(args, size)
-    whole = start.own_placement(args, identity, machine, size)
-    first, second = divide_placement(whole, [prefill, decode])
+def pairs_of_groups(args: argparse.Namespace, division: Division, whole: Placement) -> list[HostRanks]:
+    """Return the prefill ranks and the decode ranks of one replica after the other, which this command starts. whole:
+    the places of the ranks of all replicas. Raises LaunchError."""
+    parts = divide_placement(whole, group_sizes(args, division.tp) * division.dp)
+    groups: list[HostRanks] = []
+    for replica, (first, second) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+        groups += _two_groups(args, first, second, f" of replica {replica}" if division.dp > 1 else "")
+    return groups
+
+
+def _two_groups(args: argparse.Namespace, first: Placement, second: Placement, replica: str) -> list[HostRanks]:
     files = [os.memfd_create("tilerank-pages") for _ in Area]  # this process holds them while ranks start again
     gives, takes = (dict(zip(_variables(begin), files, strict=True)) for begin in (_GIVES, _TAKES))
-    giving = HostRanks(args, prefill, range(prefill), first, PREFILL, gives)
+    prefill, decode = len(first.ranks), len(second.ranks)
+    giving = HostRanks(args, prefill, range(prefill), first, PREFILL + replica, gives)
     for file in files:
         giving.own_memory(file)
-    return [giving, HostRanks(args, decode, range(decode), second, DECODE, takes)]
+    return [giving, HostRanks(args, decode, range(decode), second, DECODE + replica, takes)]
 
 
 def _variables(begin: str) -> list[str]:

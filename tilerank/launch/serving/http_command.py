@@ -45,7 +45,7 @@ def run_http_process(args: argparse.Namespace, listener: socket.socket, control:
             http_options.tls(args),
             args.root_path,
             on_end,
-            () if args.prefill_nodes is None else (0,),  # the first group of ranks
+            args.prefill_nodes is not None,
         )
         run(http, control, args.drain_timeout, lambda: status.send(Reached("serving")))
     return 0

@@ -8,7 +8,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -45,7 +45,7 @@ COUNT_S = 1.0
 @dataclass(frozen=True)
 class Http:
     """The listening socket, the model that is served, and the web pages that may use it. tls: None for HTTP. root_path:
-    below which requests are answered as well. on_end: is called with each request that has ended. prefilling: as in
+    below which requests are answered as well. on_end: is called with each request that has ended. in_pairs: as in
     EngineClient."""
 
     listener: socket.socket
@@ -56,7 +56,7 @@ class Http:
     tls: ssl.SSLContext | None = None
     root_path: str = ""
     on_end: Callable[[LoggedRequest], None] | None = None
-    prefilling: Collection[int] = ()
+    in_pairs: bool = False
 
 
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[
 async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
     connections = _allow_connections()
     loop = asyncio.get_running_loop()
-    client = EngineClient(http.max_queued, http.prefilling)
+    client = EngineClient(http.max_queued, in_pairs=http.in_pairs)
     api = make_app(client, http.tokenizer, http.about)
     api.router.redirect_slashes = False  # a redirect would send the client to what Host says
     gate = DrainMiddleware(api)

@@ -1,8 +1,8 @@
-"""The HTTP process's connections to engines, one for each replica, replaced whenever its ranks are restarted."""
+"""The HTTP process's connections to engines, one or two for each replica, replaced whenever its ranks are restarted."""
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from functools import reduce
 from operator import add
@@ -30,14 +30,14 @@ class OverloadedError(Exception):
 class EngineClient:
     """Routes requests to the engines that are ready (routing.py), and sums up what the engines report.
 
-    max_queued: choices that may wait until an engine can take them. prefilling: the numbers of replicas whose ranks
-    compute prompts for the others, and generate nothing.
+    max_queued: choices that may wait until an engine can take them. in_pairs: whether a replica has two engines, of
+    which that with the even number computes prompts for the one after it, and generates nothing.
     """
 
-    def __init__(self, max_queued: int = MAX_QUEUED, prefilling: Collection[int] = ()) -> None:
+    def __init__(self, max_queued: int = MAX_QUEUED, *, in_pairs: bool = False) -> None:
         self._max_queued = max_queued
-        self._prefilling = prefilling
-        self.restarts = 0  # engines after the first one of each replica
+        self._in_pairs = in_pairs
+        self.restarts = 0  # engines after the first one of each number
         self.totals = Totals()
         self.ready = asyncio.Event()  # set once the first engine can take requests
         self.all_ready = asyncio.Event()  # set once all that are attached can
@@ -47,7 +47,7 @@ class EngineClient:
     def state(self) -> EngineState | None:
         """The state of all ready engines taken as one; None if none can take requests. Those queued here are
         waiting."""
-        if not self._ready(prefilling=False):
+        if not self._ready():
             return None
         states = [
             msgspec.structs.replace(engine.state, waiting=engine.state.waiting + engine.queued)
@@ -61,14 +61,14 @@ class EngineClient:
         """The statistics of the ranks of all ready engines."""
         return merge({i: engine.rank_stats for i, engine in self._engines.items() if engine.state is not None})
 
-    async def attach(self, replica: int, connection: socket.socket) -> None:
-        """Use the engine at the other end of `connection` for `replica`. Returns when the engine ends."""
-        self.restarts += replica in self._engines
-        self._engines[replica] = engine = EngineConnection(self.totals, self._on_ready)
+    async def attach(self, number: int, connection: socket.socket) -> None:
+        """Use the engine at the other end of `connection` as that of this number. Returns when the engine ends."""
+        self.restarts += number in self._engines
+        self._engines[number] = engine = EngineConnection(self.totals, self._on_ready)
         await engine.run(connection)
 
     def _on_ready(self) -> None:
-        if self._ready(prefilling=False):
+        if self._ready():
             self.ready.set()
         if all(engine.state is not None for engine in self._engines.values()):
             self.all_ready.set()
@@ -99,31 +99,33 @@ class EngineClient:
         """
         takers = self._takers()
         # One replica needs no memory of its prompts, which takes 14 MB.
-        blocks = block_hashes(prompt.keys) if len(self._engines) > 1 else []
-        prefilling = self._prefilling_engines(prompt, params)
-        prefill = Prefill(_choose(prefilling, blocks)) if prefilling else None
-        return _choose(takers, blocks).submit(prompt, params, seeds, prefill)
+        blocks = block_hashes(prompt.keys) if len(self._generating) > 1 else []
+        number = _choose(takers, blocks)
+        return takers[number].submit(prompt, params, seeds, self._prefill(number, prompt, params))
 
-    def _takers(self) -> list[EngineConnection]:
-        """Return the engines that take requests. Raises EngineGoneError if none is ready."""
-        ready = self._ready(prefilling=False)
+    @property
+    def _generating(self) -> dict[int, EngineConnection]:
+        """The engines that take requests, one for each replica, by number."""
+        return {number: engine for number, engine in self._engines.items() if not self._in_pairs or number % 2}
+
+    def _ready(self) -> dict[int, EngineConnection]:
+        return {number: engine for number, engine in self._generating.items() if engine.state is not None}
+
+    def _takers(self) -> dict[int, EngineConnection]:
+        """Return the engines that can take a request, by number. Raises EngineGoneError if none can."""
+        ready = self._ready()
         if not ready:
             raise EngineGoneError("No engine is ready.")
         return ready
 
-    def _ready(self, *, prefilling: bool) -> list[EngineConnection]:
-        """Return the engines that are ready, of prefill ranks or of the others."""
-        of_role = [engine for i, engine in self._engines.items() if (i in self._prefilling) == prefilling]
-        return [engine for engine in of_role if engine.state is not None]
-
-    def _prefilling_engines(self, prompt: Prompt, params: SamplingParams) -> list[EngineConnection]:
-        """Return the engines of prefill ranks that can compute something of a prompt for its request. What a request
-        reports of its prompt is computed where it runs."""
+    def _prefill(self, number: int, prompt: Prompt, params: SamplingParams) -> Prefill | None:
+        """Return the computation of a prompt before engine `number` gets its request; None if the ranks of that engine
+        compute all of it. What a request reports of its prompt is computed where it runs."""
+        engine = self._engines.get(number - 1) if self._in_pairs else None
         reports = params.prompt_logprobs is not None or params.hidden_layers or params.speech is not None
-        if reports or not params.max_new_tokens:
-            return []
-        length, engines = len(prompt.token_ids), self._ready(prefilling=True)
-        return [engine for engine in engines if engine.state is not None and engine.state.least_given <= length]
+        if engine is None or engine.state is None or reports or not params.max_new_tokens:
+            return None
+        return Prefill(engine) if engine.state.least_given <= len(prompt.token_ids) else None
 
     async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Progress]:
         """Yield the tokens of a request with one choice. Closing the generator cancels it. Raises as in `submit`."""
@@ -133,9 +135,10 @@ class EngineClient:
                     yield token
 
 
-def _choose(engines: Sequence[EngineConnection], blocks: Sequence[int]) -> EngineConnection:
-    """Return the engine for a prompt with these block hashes."""
-    seen = [engine.prompts.matching(blocks) for engine in engines]
-    engine = engines[choose_replica([engine.load for engine in engines], seen, len(blocks))]
-    engine.prompts.add(blocks)
-    return engine
+def _choose(engines: Mapping[int, EngineConnection], blocks: Sequence[int]) -> int:
+    """Return the number of the engine for a prompt with these block hashes."""
+    numbers, found = list(engines), list(engines.values())
+    seen = [engine.prompts.matching(blocks) for engine in found]
+    chosen = choose_replica([engine.load for engine in found], seen, len(blocks))
+    found[chosen].prompts.add(blocks)
+    return numbers[chosen]
