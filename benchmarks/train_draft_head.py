@@ -5,7 +5,8 @@
 
 OUT_DIR is a checkpoint of GLM-4.5: a Llama is one whose layers are all dense, and so is a Qwen3, with norms of its
 heads. The head learns what the model predicts after the next token, in its greedy answers to some requests
-(draft_head_requests.py). It is trained in the layer of transformers.
+(draft_head_requests.py). It is trained in the layer of transformers, and drafts tokens that are frequent in these
+answers.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from transformers.modeling_layers import MtpLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
 
 from tilerank import LLM, SamplingParams
+from tilerank.launch.options.arguments import whole_number
 
 from .draft_head_requests import requests
 
@@ -63,6 +65,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="must not exist yet")
     parser.add_argument("--new-tokens", type=int, default=200, metavar="N", help="of an answer (default: 200)")
     parser.add_argument("--epochs", type=int, default=5, metavar="N", help="passes over the answers (default: 5)")
+    parser.add_argument(
+        "--draft-vocabulary",
+        type=whole_number(1),
+        metavar="N",
+        help="tokens that the head can draft, the most frequent of the answers (default: a quarter of the vocabulary)",
+    )
     parser.add_argument("--quantization", choices=("int8", "int4", "fp8"), help="of the model that answers")
     args = parser.parse_args(argv)
     if args.out.exists():
@@ -75,7 +83,8 @@ def main(argv: list[str]) -> int:
     model.eval()
     head = new_head(config, model)
     train(head, model, examples, args.epochs)
-    write(args.model, args.out, config, head)
+    vocabulary = frequent_tokens(examples, args.draft_vocabulary or config["vocab_size"] // 4)
+    write(args.model, args.out, config, head, vocabulary)
     return 0
 
 
@@ -222,15 +231,34 @@ def stored(head: MtpLayer, module: str) -> dict[str, Tensor]:
     return {f"{module}.{name}": x.to(torch.bfloat16).contiguous() for name, x in tensors.items()}
 
 
-def write(source: Path, out: Path, config: dict[str, Any], head: MtpLayer) -> None:
-    """Write the model and its tokenizer, with the head as the layer after the last."""
+def frequent_tokens(examples: Sequence[Example], most: int) -> Tensor:
+    """Return the tokens that occur most often in the answers, at most so many, in the order of their ids."""
+    answered = torch.cat([one.ids[one.start :] for one in examples])
+    tokens, counts = torch.unique(answered, return_counts=True)
+    chosen: Tensor
+    chosen, _ = tokens[counts.argsort(descending=True, stable=True)[:most]].sort()
+    share = counts[torch.isin(tokens, chosen)].sum() / counts.sum()
+    print(f"{len(chosen)} tokens can be drafted, which are {share:.3f} of those of the answers", flush=True)
+    return chosen
+
+
+def write(source: Path, out: Path, config: dict[str, Any], head: MtpLayer, vocabulary: Tensor) -> None:
+    """Write the model and its tokenizer, with the head as the layer after the last.
+
+    vocabulary: the tokens that the head drafts. Their rows of the output head are stored once more, beside their ids
+    (tilerank/runtime/models/mtp.py).
+    """
     out.mkdir(parents=True)
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja") and file.name not in ("config.json", "model.safetensors.index.json"):
             shutil.copy(file, out)
-    (out / "config.json").write_text(json.dumps(config, indent=1))
+    (out / "config.json").write_text(json.dumps(config | {"draft_vocab_size": len(vocabulary)}, indent=1))
     tensors = {name: x for file in source.glob("*.safetensors") for name, x in load_file(file).items()}
-    tensors |= stored(head, f"model.layers.{config['num_hidden_layers']}")
+    module = f"model.layers.{config['num_hidden_layers']}"
+    output_head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    ids = vocabulary - torch.arange(len(vocabulary))
+    of_vocabulary = {f"{module}.shared_head.head.weight": output_head[vocabulary], f"{module}.d2t": ids}
+    tensors |= stored(head, module) | of_vocabulary
     save_file(tensors, out / "model.safetensors")
 
 

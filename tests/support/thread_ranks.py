@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilerank.loader.rectangle import read_floats
+from tilerank.loader.rectangle import read_plain
 from tilerank.parallel.group import Group
 from tilerank.parallel.parameters import Layer
 from tilerank.parallel.shard import Strategy
@@ -75,7 +75,7 @@ def fill(layer: Layer, checkpoint: dict[str, Tensor]) -> None:
     for rectangle in layer.rectangles():
         assert rectangle.shape == tuple(checkpoint[rectangle.name].shape)
         if rectangle.elements:
-            read_floats(rectangle).write([checkpoint[rectangle.name][rectangle.index]])
+            read_plain(rectangle).write([checkpoint[rectangle.name][rectangle.index]])
 
 
 def on_all_ranks(

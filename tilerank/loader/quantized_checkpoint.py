@@ -18,7 +18,7 @@ from .encodings.nvfp4_encoding import Nvfp4Encoding
 from .encodings.packed_encoding import AWQ, GPTQ, CompressedInts
 from .encodings.weight_encoding import WeightEncoding
 from .quantization_config import Layout, QuantizationConfig, Scheme
-from .rectangle import Read, place_of, read_floats
+from .rectangle import Read, place_of, read_plain
 
 _ENCODINGS: dict[Layout, type[WeightEncoding]] = {
     "awq": AWQ,
@@ -50,7 +50,7 @@ class QuantizedCheckpoint:
         module, _, end = rectangle.name.rpartition(".")
         scheme = self.config.scheme_of(module)
         if scheme is None or end not in ("weight", "weight_scale"):
-            yield read_floats(rectangle, place_of(rectangle, self._checkpoint))
+            yield read_plain(rectangle, place_of(rectangle, self._checkpoint))
             return
         encoding, parameter = self._encoding(scheme), rectangle.parameter
         if end == "weight_scale":

@@ -21,10 +21,13 @@ from .padding import pad_loaded_weight
 FLOATS = ("BF16", "F16", "F32")
 """The dtypes of scales and of weights that are not quantised."""
 
+INTEGERS = ("I64",)
+"""The dtypes of token ids."""
+
 EXPONENTS = ("U8", "F8_E8M0")
 """The dtypes of scales that are powers of two (ue8m0)."""
 
-SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I32": 4, "U8": 1, "F8_E8M0": 1}
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8, "U8": 1, "F8_E8M0": 1}
 """Bytes of an element."""
 
 
@@ -124,10 +127,12 @@ class Read:
             self.part(weight, pad_loaded_weight(tensors[0], 1, (self.columns,)), *tensors[1:], row)
 
 
-def read_floats(rectangle: Rectangle, place: FusedPlace | None = None) -> Read:
-    """Read a rectangle as floats that are stored under its own name, or in `place`."""
+def read_plain(rectangle: Rectangle, place: FusedPlace | None = None) -> Read:
+    """Read a rectangle as it is stored under its own name, or in `place`: as floats, or integers if its parameter holds
+    these."""
     if place is None:
-        stored = StoredRectangle(rectangle.name, rectangle.shape, FLOATS, rectangle.index, rectangle.optional)
+        dtypes = INTEGERS if rectangle.parameter.holds_integers else FLOATS
+        stored = StoredRectangle(rectangle.name, rectangle.shape, dtypes, rectangle.index, rectangle.optional)
         return Read((stored,), rectangle.parameter, rectangle.row)
     stored = StoredRectangle(place.name, place.shape, FLOATS, place.index(rectangle.index), rectangle.optional)
     return Read((stored,), rectangle.parameter, rectangle.row, place.extract)

@@ -22,7 +22,7 @@ from .packed_weights import NO_FILES, PackedWeights, WeightFiles, digest_of
 from .progress_bar import ProgressBar
 from .quantization_config import QuantizationConfig
 from .quantized_checkpoint import CACHE_SCALES, QuantizedCheckpoint
-from .rectangle import FLOATS, Read, place_of, read_floats
+from .rectangle import FLOATS, INTEGERS, Read, place_of, read_plain
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,8 @@ def _log_formats(checkpoint: Checkpoint, quantization: QuantizationConfig, reads
         log.info(
             "%s: quantised weights are %s by their tensors; config.json says %s", where, scheme, quantization.overrides
         )
-    dequantised = {r.stored[0].name for r in reads if r.part is None and not set(r.stored[0].dtypes) & set(FLOATS)}
+    plain = {*FLOATS, *INTEGERS}
+    dequantised = {r.stored[0].name for r in reads if r.part is None and plain.isdisjoint(r.stored[0].dtypes)}
     if dequantised:
         log.info("%s: held as floats, though quantised: %s", where, some(dequantised))
     scales = {name for name in checkpoint.tensors if name.rpartition(".")[2] in CACHE_SCALES}
@@ -218,7 +219,7 @@ def _reads(
 ) -> Iterator[Read]:
     for rectangle in model.rectangles():
         if quantized is None:
-            reads = iter([read_floats(rectangle, place_of(rectangle, checkpoint))])
+            reads = iter([read_plain(rectangle, place_of(rectangle, checkpoint))])
         else:
             reads = quantized.reads(rectangle)
         for read in reads:

@@ -1,4 +1,4 @@
-"""The vocabulary, cut by rows: embedding table, output head, and both as one tied weight."""
+"""The vocabulary, cut by rows: embedding table, output head, both as one tied weight, and a head for some tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilerank.kernels import ops
+from tilerank.kernels.errors import KernelError
 
 from .cost import Cost
 from .linear import Linear
@@ -60,11 +61,19 @@ class ParallelLMHead(Linear):
     """The output head, cut by rows of the vocabulary: x[m, hidden] -> logits [m, vocab] in fp32 on every rank.
 
     Columns that pad the vocabulary are dropped from the result. spare_ids: the weight has so many more rows, whose
-    logits are dropped as well.
+    logits are dropped as well. dimension: the name of the vocabulary in plans.
     """
 
     def __init__(
-        self, name: str, hidden: int, vocab: int, sharding: Sharding, *, bias: bool = False, spare_ids: int = 0
+        self,
+        name: str,
+        hidden: int,
+        vocab: int,
+        sharding: Sharding,
+        *,
+        bias: bool = False,
+        spare_ids: int = 0,
+        dimension: str = VOCABULARY,
     ) -> None:
         rows = vocab + spare_ids
         self.cut = sharding.cut(rows)
@@ -77,12 +86,13 @@ class ParallelLMHead(Linear):
         self._vocab = vocab
         self._starts = torch.tensor([0, *accumulate(span.real for span in self.cut.spans)]).clamp(max=vocab)
         self._sharding = sharding
+        self._dimension = dimension
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._sharding.gather_columns(self.project(x, out_dtype=torch.float32), self._starts, self._vocab)
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
-        yield VOCABULARY, self.cut
+        yield self._dimension, self.cut
 
 
 class TiedEmbedding(Layer):
@@ -103,3 +113,52 @@ class TiedEmbedding(Layer):
     def logits(self, x: Tensor) -> Tensor:
         """Return logits [m, vocab] in fp32 on every rank for x[m, hidden]."""
         return self._head(x)
+
+
+class TokenIds(PlainParameter):
+    """The tokens that the rows of an output head stand for, [n] int64, whole on every rank.
+
+    The checkpoint has the difference of each token and its row, as in EAGLE-3 (arXiv 2503.01840).
+    """
+
+    holds_integers = True
+
+    def __init__(self, name: str, n: int, vocab: int) -> None:
+        super().__init__((n,), torch.int64)
+        self._vocab = vocab
+        self.fill(name, (n,), slice(0, n))
+
+    def write(self, rows: Tensor, row: int) -> None:
+        tokens = rows + torch.arange(row, row + len(rows))
+        outside = (tokens < 0) | (tokens >= self._vocab)
+        if outside.any():
+            wrong = int(outside.nonzero()[0])
+            raise KernelError(
+                f"row {row + wrong}: expected a token from 0 to {self._vocab - 1}, found {int(tokens[wrong])}"
+            )
+        super().write(tokens, row)
+
+    def cost(self) -> Cost:
+        """Nothing: a step does not read them."""
+        return Cost()
+
+
+class DraftVocabulary(Layer):
+    """An output head for some tokens of the vocabulary, its rows cut over the ranks: x[m, hidden] -> logits [m, n] in
+    fp32 on every rank.
+
+    Most drafts are of the most frequent tokens (arXiv 2502.14856), and an output head takes most of the time of a
+    draft. head: the name of the module with the rows. ids: that of the tensor with their tokens.
+    """
+
+    def __init__(self, head: str, ids: str, hidden: int, n: int, vocab: int, sharding: Sharding) -> None:
+        self._head = ParallelLMHead(head, hidden, n, sharding, dimension="draft vocabulary")
+        self._ids = TokenIds(ids, n, vocab)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._head(x)
+
+    def token_ids(self) -> list[int]:
+        """Return the tokens of the columns of the logits. The weights must be loaded."""
+        found: list[int] = self._ids.data.tolist()
+        return found

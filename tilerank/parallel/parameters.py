@@ -163,6 +163,8 @@ class Parameter(Layer):
     """Rectangles are read in blocks of a multiple of this many rows."""
     may_be_infinite = False
     """Whether infinities of the checkpoint are numbers like others, as in bounds."""
+    holds_integers = False
+    """Whether the numbers are int64 here and in the checkpoint, not floats."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape

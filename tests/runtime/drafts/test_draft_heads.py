@@ -40,7 +40,7 @@ from tilerank.runtime.step.model import Model
 
 TINY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"hidden": 96, "inter": 104, "layers": 2, "experts": 8, "moe_inter": 48, "vocab": 400},
-    "glm4_moe": {"hidden": 96, "inter": 104, "layers": 2, "vocab": 400},
+    "glm4_moe": {"hidden": 96, "inter": 104, "layers": 2, "vocab": 400, "config": {"draft_vocab_size": 53}},
     "qwen3_5_moe": {"hidden": 96, "layers": 4, "experts": 4, "moe_inter": 48, "vocab": 400},
 }
 
@@ -117,16 +117,48 @@ def test_the_head_of_deepseek(tmp_path: Path) -> None:
     assert drafting - plain == attention + norms + experts + 7168 * 14336
 
 
-def test_a_pass_of_the_head_of_deepseek_reads_its_layer_and_the_output_head(tmp_path: Path) -> None:
-    """By hand, in bf16, norms left out: attention, the shared expert, the router, the projection, and 129280 * 7168 of
-    the output head; and 256 experts, of which a token chooses some."""
-    card = replace(read_card(write_config(tmp_path, {}, public_config("deepseek-v3.1"))), draft_head=True)
+@pytest.mark.parametrize("rows", [129280, 32000])
+def test_a_pass_of_the_head_of_deepseek_reads_its_layer_and_the_output_head(rows: int, tmp_path: Path) -> None:
+    """By hand, in bf16, norms left out: attention, the shared expert, the router, the projection, and the output head,
+    whole or with rows of some tokens; and 256 experts, of which a token chooses some."""
+    config = public_config("deepseek-v3.1") | ({} if rows == 129280 else {"draft_vocab_size": rows})
+    card = replace(read_card(write_config(tmp_path, {}, config)), draft_head=True)
     read = bytes_per_draft(build_model(card, Sharding(0, 1, torch.bfloat16, None)))
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-    dense = attention + 3 * 7168 * 2048 + 256 * 7168 + 7168 * 14336 + 129280 * 7168
-    assert read.weights == pytest.approx(2 * dense, rel=0.01)
+    dense = attention + 3 * 7168 * 2048 + 256 * 7168 + 7168 * 14336
+    assert read.weights == pytest.approx(2 * (dense + rows * 7168), rel=0.01)
     assert sum(part.nbytes for part in read.experts) == 2 * 256 * 3 * 7168 * 2048
     assert read.cached == 576 * 2
+
+
+def test_a_draft_vocabulary_takes_memory_for_its_rows(tmp_path: Path) -> None:
+    """By hand: 32,000 rows of 7168 in bf16, and their tokens in int64. Of 1,000 blocks of 32 rows, six ranks have 167
+    each, with one of zeros on the last two."""
+    config = public_config("deepseek-v3.1")
+    cards = [read_card(write_config(tmp_path, fields, config)) for fields in ({}, {"draft_vocab_size": 32000})]
+    for rank, ranks, rows in ((0, 1, 32000), (0, 6, 167 * 32), (5, 6, 167 * 32)):
+        sharding = Sharding(rank, ranks, torch.bfloat16, None)
+        without, held = (build_model(replace(card, draft_head=True), sharding).nbytes() for card in cards)
+        assert held - without == 2 * rows * 7168 + 8 * 32000
+
+
+def test_a_draft_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """A token outside of the vocabulary, tokens as floats, more rows than there are tokens, or than are stored."""
+    model_dir = make_checkpoint("glm4_moe", tmp_path, **TINY["glm4_moe"])
+    tensors = {name: x for file in model_dir.glob("*.safetensors") for name, x in load_file(file).items()}
+    fields, ids = dict(read_card(model_dir).fields.values), "model.layers.2.d2t"
+    outside = tensors[ids].clone()
+    outside[52] = 400 - 52
+    for changed, size, sentence in (
+        ({ids: outside}, 53, f"model.safetensors: tensor {ids}: row 52: expected a token from 0 to 399, found 400"),
+        ({ids: tensors[ids].bfloat16()}, 53, f"tensor {ids}: expected I64, found BF16"),
+        ({}, 401, "config.json: draft_vocab_size: expected an integer from 1 to 400, found 401"),
+        ({}, 52, r"tensor model.layers.2.(d2t|shared_head.head.weight): expected shape \[52(, 96)?\], found \[53"),
+    ):
+        save_file(tensors | changed, tmp_path / "model.safetensors")
+        write_config(tmp_path, {"draft_vocab_size": size}, fields)
+        with pytest.raises((CheckpointError, ConfigError), match=sentence):
+            load(built(tmp_path, draft_head=True), tmp_path)
 
 
 def test_a_head_rests_where_its_drafts_do_not_pay(tmp_path: Path) -> None:

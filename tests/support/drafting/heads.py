@@ -82,7 +82,7 @@ class WatchedHead(HeadDrafts):
         self._numbers = {tuple(request.prompt.token_ids): p for p, request in enumerate(some)}
         known = dict(zip(self._numbers, self.texts, strict=True))
         self._known = KnownTexts(known, engine.card.vocab_size, mixed)
-        self._likeliest = [wanted[f"{p}.draft"].argmax(-1).tolist() for p in range(len(some))]
+        self._likeliest = [wanted[f"{p}.likeliest"].tolist() for p in range(len(some))]
 
     def propose(self, sequences: abc.Sequence[Sequence], most: abc.Sequence[int]) -> list[Proposal]:
         own = super().propose(sequences, most)

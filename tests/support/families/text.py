@@ -200,7 +200,8 @@ SHORT = Record(
         "smollm3": tiny("smollm3", 5, (7, 1), hidden=112, inter=200, vocab=777, layers=4),
         "minimax": tiny("minimax_m2", 6, (6, 3), head_dim=24, hidden=112, vocab=777, layers=2, **experts(7, 3, 80)),
         "mixtral": tiny("mixtral", 10, (6, 3), head_dim=24, hidden=112, vocab=777, layers=2, **experts(7, 3, 80)),
-        "glm": tiny("glm4_moe", 7, (6, 3), head_dim=24, hidden=96, inter=200, vocab=777, layers=3, **experts(7, 3, 80)),
+        "glm": tiny("glm4_moe", 7, (6, 3), head_dim=24, hidden=96, inter=200, vocab=777, layers=3, **experts(7, 3, 80))
+        | {"config": {"draft_vocab_size": 83}},
         "glm-flash": tiny("glm4_moe_lite", 8, (5, 5), hidden=96, inter=200, vocab=777, layers=2, **experts(7, 3, 80)),
         "next": tiny("qwen3_next", 9, (6, 3), head_dim=32, hidden=96, vocab=777, layers=4, **experts(7, 3, 80))
         | delta_nets(3, 6, 24, 40),

@@ -22,15 +22,16 @@ PASSES = 3
 
 
 def drafts(model: Any, model_dir: Path, ids: Tensor) -> dict[str, Tensor]:
-    """Return "draft" [tokens - 1, vocab], the logits of the head after each token but the first, and "drafts" [PASSES],
-    the tokens that it drafts after the last one; nothing for a checkpoint without a head.
+    """Return "draft" [tokens - 1, n], the logits of the head after each token but the first, of the n tokens that it
+    drafts; "likeliest" [tokens - 1], the token of each row; and "drafts" [PASSES], the tokens that it drafts after the
+    last one. Nothing for a checkpoint without a head.
 
     Row p comes from the model's last norm of token p and the embedding of token p + 1.
     """
-    head = load_head(model, model_dir)
-    if head is None:
+    tensors = head_tensors(model, model_dir)
+    if not tensors or model.config.model_type == "minimax_m2":  # whose heads are not used
         return {}
-    decoder = model.get_decoder()
+    head, (weight, tokens), decoder = load_head(model, tensors), output_head(model, tensors), model.get_decoder()
     following = ids[1:]
     hidden = model(ids[None], output_hidden_states=True).hidden_states[-1][0, :-1]
     logits, drafted = [], list[Tensor]()
@@ -38,22 +39,31 @@ def drafts(model: Any, model_dir: Path, ids: Tensor) -> dict[str, Tensor]:
         embedded = model.get_input_embeddings()(following)[None]
         positions = torch.arange(len(following))[None]
         last = head(embedded, hidden[None], decoder.rotary_emb(embedded, positions), None, positions, None)[0]
-        logits.append(model.lm_head(last))
-        drafted.append(logits[-1][-1].argmax())
+        logits.append(last @ weight.T)
+        drafted.append(tokens[logits[-1][-1].argmax()])
         following, hidden = torch.cat([following, drafted[-1][None]]), torch.cat([hidden, last[-1:]])
-    return {"draft": logits[0], "drafts": torch.stack(drafted)}
+    return {"draft": logits[0], "likeliest": tokens[logits[0].argmax(-1)], "drafts": torch.stack(drafted)}
 
 
-def load_head(model: Any, model_dir: Path) -> MtpLayer | None:
-    """Return the head with its weights."""
-    decoder = model.get_decoder()
-    last = f"model.layers.{len(decoder.layers)}."
-    stored = {name: x.float() for file in model_dir.glob("*.safetensors") for name, x in load_file(file).items()}
+def head_tensors(model: Any, model_dir: Path) -> dict[str, Tensor]:
+    """Return the tensors of the head, by their names in it."""
+    last = f"model.layers.{len(model.get_decoder().layers)}."
+    stored = {name: x for file in model_dir.glob("*.safetensors") for name, x in load_file(file).items()}
     tensors = {name.removeprefix("mtp."): x for name, x in stored.items() if name.startswith("mtp.")}
     tensors = {name.removeprefix("layers.0."): x for name, x in tensors.items()}
-    tensors |= {name.removeprefix(last): x for name, x in stored.items() if name.startswith(last)}
-    if not tensors or model.config.model_type == "minimax_m2":  # whose heads are not used
-        return None
+    return tensors | {name.removeprefix(last): x for name, x in stored.items() if name.startswith(last)}
+
+
+def output_head(model: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the weight [n, hidden] that gives the logits of drafts, and the token [n] of each row."""
+    if "d2t" not in tensors:
+        return model.lm_head.weight, torch.arange(len(model.lm_head.weight))
+    return tensors["shared_head.head.weight"].float(), torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+
+
+def load_head(model: Any, tensors: dict[str, Tensor]) -> MtpLayer:
+    """Return the head with its weights."""
+    decoder = model.get_decoder()
     number, layer = next(
         (i, one) for i, one in reversed(list(enumerate(decoder.layers))) if hasattr(one, "self_attn")
     )
@@ -63,8 +73,8 @@ def load_head(model: Any, model_dir: Path) -> MtpLayer | None:
     for name, x in fused(tensors).items():
         module, _, parameter = name.rpartition(".")
         module = RENAMED.get(module, module)
-        if module not in ("embed_tokens", "shared_head.head"):
-            renamed[f"{module}.{parameter}" if module in own else f"mtp_block.{module}.{parameter}"] = x
+        if module not in ("embed_tokens", "shared_head.head") and name != "d2t":
+            renamed[f"{module}.{parameter}" if module in own else f"mtp_block.{module}.{parameter}"] = x.float()
     head.load_state_dict(renamed)
     return head
 

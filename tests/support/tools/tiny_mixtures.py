@@ -9,8 +9,9 @@ __all__ = ["draft_layer", "fam_glm4_moe", "fam_glm4_moe_lite", "fam_minimax_m2",
 
 def ids(t): return dict(bos_token_id=t.token_to_id("<|endoftext|>"), eos_token_id=t.token_to_id("<|im_end|>"))
 
-def draft_layer(d, *, copies=True):
-    """The layer after the last, which predicts a second token. copies: it has the embedding and the head as well."""
+def draft_layer(d, *, copies=True, drafts=0):
+    """The layer after the last, which predicts a second token. copies: it has the embedding and the head as well. drafts: it has a head of its own
+    for so many tokens."""
     def mtp(sd, g):
         L, pre = d.layers, f"model.layers.{d.layers - 1}."
         o = {f"model.layers.{L}." + n[len(pre):]: (torch.randn(x.shape, generator=g) * 0.05).to(x.dtype) for n, x in sd.items() if n.startswith(pre)}
@@ -19,6 +20,9 @@ def draft_layer(d, *, copies=True):
             o[f"model.layers.{L}.shared_head.head.weight"] = sd["lm_head.weight"].clone()
         o[f"model.layers.{L}.eh_proj.weight"] = torch.randn(d.hidden, 2 * d.hidden, generator=g) * 0.05
         for k in ("enorm", "hnorm", "shared_head.norm"): o[f"model.layers.{L}.{k}.weight"] = 1 + torch.randn(d.hidden, generator=g) * 0.1
+        if drafts:
+            o[f"model.layers.{L}.shared_head.head.weight"] = torch.randn(drafts, d.hidden, generator=g) * 0.05
+            o[f"model.layers.{L}.d2t"] = torch.randperm(d.vocab, generator=g)[:drafts].sort()[0] - torch.arange(drafts)
         return o
     return mtp
 
@@ -32,7 +36,7 @@ def fam_glm4_moe(a):
                   partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=2.5,
                   tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.54.0", use_qk_norm=True, **routed_keys(d))
     c["attention_bias"] = True
-    return dict(style="qwen", d=d, config=c, ids=ids, cls="Glm4MoeForCausalLM", tied=False, rename=split_experts, mtp=draft_layer(d, copies=False))
+    return dict(style="qwen", d=d, config=c, ids=ids, cls="Glm4MoeForCausalLM", tied=False, rename=split_experts, mtp=draft_layer(d, copies=False, drafts=getattr(a, "config", {}).get("draft_vocab_size", 0)))
 
 def fam_glm4_moe_lite(a):
     """As GLM-4.7-Flash in the file of transformers 5, which lists the layers. Values are as wide as the keys without rotation."""

@@ -16,7 +16,7 @@ from tilerank.kernels.weight_formats.int8 import Int8Weight
 from tilerank.kernels.weight_formats.output_scaled import OutputScaledWeight
 from tilerank.parallel.parameters import Rectangle, WeightParameter
 
-from ..rectangle import EXPONENTS, FLOATS, Read, StoredRectangle, place_of, read_floats, scales_of
+from ..rectangle import EXPONENTS, FLOATS, Read, StoredRectangle, place_of, read_plain, scales_of
 from .weight_encoding import WeightEncoding, module_of, repeated, unless_empty, whole, write_codes
 
 _DTYPES = {"fp8": "F8_E4M3", "int8": "I8"}
@@ -43,7 +43,7 @@ class ByteEncoding(WeightEncoding):
     def floats(self, rectangle: Rectangle) -> Read:
         tensors = self.checkpoint.tensors
         if rectangle.name not in tensors or tensors[rectangle.name].dtype in FLOATS:
-            return read_floats(rectangle, place_of(rectangle, self.checkpoint))
+            return read_plain(rectangle, place_of(rectangle, self.checkpoint))
         stored = (self._codes(rectangle), self._scales(rectangle))
         return Read(stored, rectangle.parameter, rectangle.row, partial(self._dequantised, rectangle))
 

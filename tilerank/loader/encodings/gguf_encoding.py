@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..gguf.architecture import Order
 from ..gguf.blocks import dequantise
 from ..gguf.names import NamedTensor
-from ..rectangle import Read, StoredRectangle, place_of, read_floats
+from ..rectangle import Read, StoredRectangle, place_of, read_plain
 
 
 class GGUFReads:
@@ -42,7 +42,7 @@ class GGUFReads:
         tensor = self._tensors.get(rectangle.name)
         if tensor is None:
             joined = _joined(rectangle, self._tensors)
-            yield read_floats(rectangle, place_of(rectangle, self._checkpoint)) if joined is None else joined
+            yield read_plain(rectangle, place_of(rectangle, self._checkpoint)) if joined is None else joined
             return
         stored, parameter = _stored(rectangle, tensor), rectangle.parameter
         holds_codes = isinstance(parameter, WeightParameter) and parameter.is_quantised

@@ -14,7 +14,7 @@ from tilerank.parallel.parameters import Rectangle, WeightParameter
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..quantization_config import Scheme
-from ..rectangle import Read, read_floats
+from ..rectangle import Read, read_plain
 
 
 class WeightEncoding(ABC):
@@ -34,7 +34,7 @@ class WeightEncoding(ABC):
 
     def scales_alone(self, rectangle: Rectangle) -> Read:
         """Return what to read for a rectangle [rows, 1] of scales of rows."""
-        return read_floats(rectangle)
+        return read_plain(rectangle)
 
     def refusal(self, name: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.checkpoint.info(name).file}: tensor {name}: expected {expected}")

@@ -314,9 +314,7 @@ class Decoder(DecoderLayers, Model):
         self._num_layers = config.num_layers
         directory, announced = card.fields.path.parent, config.tie_word_embeddings
         self._has_head = card.pooling is None
-        if not self._has_head:
-            names = _stored_names(names, directory)
-        self._names = names
+        self._names = names = names if self._has_head else _stored_names(names, directory)
         self._tied = tied_module(directory, names.embedding, names.head, announced=announced)
         self.embedding: VocabParallelEmbedding | TiedEmbedding
         self.head: Callable[[Tensor], Tensor]
@@ -360,7 +358,8 @@ class Decoder(DecoderLayers, Model):
 
     def draft(self, batch: Batch, rows: KeptStates, caches: Sequence[Cache]) -> Tensor:
         assert self.draft_head is not None
-        return self.head(self.draft_head(self.embedding(batch.token_ids), rows, batch, caches[-1]))
+        head = self.draft_head.vocabulary or self.head
+        return head(self.draft_head(self.embedding(batch.token_ids), rows, batch, caches[-1]))
 
     @property
     def head_module(self) -> str:

@@ -4,7 +4,9 @@
 
 h_p is the hidden state of token p after the model's last norm, e_(p + 1) the embedding of the token after it. The
 output head of the model gives the logits of token p + 2 from y_p. To draft one more token, y_p takes the place of
-h_(p + 1).
+h_(p + 1). A checkpoint may have an output head for drafts, with rows of frequent tokens alone, as that of EAGLE-3
+(arXiv 2503.01840): `draft_vocab_size` of config.json rows, and `d2t`, the difference of the token of each row and its
+number.
 
 The cache of the layer has its entry of y_p at index p, in the pages of the other layers. The last entry of a page
 depends on the first token after it, which differs between sequences that share the page. It is used all the same, as
@@ -22,6 +24,7 @@ from tilerank.kernels import ops
 from tilerank.loader.card import ModelCard
 from tilerank.loader.errors import ConfigError
 from tilerank.loader.headers import stored_tensors
+from tilerank.parallel.embedding import DraftVocabulary
 from tilerank.parallel.linear import GatheredLinear
 from tilerank.parallel.norm import RMSNorm
 from tilerank.parallel.sharding import Sharding
@@ -32,6 +35,8 @@ from ..step.cache import Cache
 from ..step.model import DraftHead, KeptStates
 from .decoder import MLP, DecoderLayers, DecoderNames, Mixer
 from .text_config import TextConfig
+
+_VOCABULARY_SIZE = "draft_vocab_size"
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ def names_after_last(num_layers: int) -> MTPNames:
 
 
 class MTPHead(DecoderLayers, DraftHead):
-    """A head with one layer of its model, which shares the model's embedding and output head."""
+    """A head with one layer of its model, which shares the model's embedding, and its output head unless it has one of
+    its own for some tokens."""
 
     def __init__(
         self,
@@ -100,6 +106,11 @@ class MTPHead(DecoderLayers, DraftHead):
             for first in (0, hidden)
         )
         self.module, self.left_out = names.module, names.left_out
+        if card.text.has(_VOCABULARY_SIZE):
+            size = card.text.integer(_VOCABULARY_SIZE, 1, card.vocab_size)
+            head, ids = f"{names.module}shared_head.head", f"{names.module}d2t"
+            self.vocabulary = DraftVocabulary(head, ids, hidden, size, card.vocab_size, sharding)
+            self.left_out = tuple(name for name in names.left_out if name != f"{head}.")
         self.cache_spec = self.layers[0].mixer.cache_spec
         self._shape, self._dtype = (KEPT_ROWS, hidden), sharding.dtype
         self._rows = torch.arange(KEPT_ROWS)

@@ -40,7 +40,7 @@ class DraftRank:
         while chunks:
             logits = self._logits(list(chunks.values()), held)
             try:
-                likeliest = self._argmax(logits) if logits.shape[0] else []
+                likeliest = self._drafter.tokens(self._argmax(logits)) if logits.shape[0] else []
             except KernelError:
                 break  # the drafter has computed NaN: the texts, which do not depend on it, go on without drafts
             stops = accumulate(chunk.logits for chunk in chunks.values())
@@ -56,7 +56,7 @@ class DraftRank:
         return drafted
 
     def _logits(self, chunks: list[Chunk], held: Mapping[int, RankSequence]) -> Tensor:
-        """Return the logits [m, vocab] of one pass."""
+        """Return the logits of one pass, a column for each token that may be drafted."""
         step, graphs = separate_drafts(Step(chunks, [])), self._graphs
         is_recorded = graphs is not None and self._filler.is_decode(step)
         batch = self._filler.padded(step, held) if is_recorded else self._filler.fresh(step, held, {})

@@ -35,6 +35,10 @@ class Drafter(ABC):
         """Return a pass over the tokens of `chunks`, which `batch` has, each as often as it is called. is_recorded:
         whether the batch is padded for recorded steps, in which all rows have logits."""
 
+    def tokens(self, columns: list[int]) -> list[int]:
+        """Return the tokens of columns of the logits."""
+        return columns
+
 
 class HeadDrafter(Drafter):
     """The draft head of `model`, over the hidden states that the model keeps of a step. sequences: of the largest
@@ -43,6 +47,9 @@ class HeadDrafter(Drafter):
     def __init__(self, model: Model, caches: Sequence[Cache], sequences: int) -> None:
         self.content = replace(model.batch_content(), has_states=False)
         self.step_bytes = bytes_per_draft(model)
+        head = model.draft_head
+        assert head is not None
+        self._token_ids = None if head.vocabulary is None else head.vocabulary.token_ids()
         self._model, self._caches = model, caches
         # Tensors over arrays, as in BatchFiller.
         self._read, self._replaced = (array("q", bytes(8 * padded_size(sequences))) for _ in range(2))
@@ -71,6 +78,9 @@ class HeadDrafter(Drafter):
             ]
             hidden = KeptStates(torch.tensor(read), torch.tensor(replaced, dtype=torch.int64))
         return lambda: self._model.draft(batch, hidden, self._caches)
+
+    def tokens(self, columns: list[int]) -> list[int]:
+        return columns if self._token_ids is None else [self._token_ids[column] for column in columns]
 
     def _padded(self, read: list[int], copied: int, size: int) -> KeptStates:
         """Return the rows of a recorded step. Padding reads row `copied`, which is that of the sequence whose tokens it

@@ -36,10 +36,12 @@ class BytesPerStep:
 
 def bytes_per_draft(model: Model) -> BytesPerStep:
     """Add up what a pass of the draft head of a model reads, the output head included."""
-    assert model.draft_head is not None
-    of_output_head = model.cost() - model.cost_without_logits()
-    cost = model.draft_head.cost_of_pass() + of_output_head
-    return BytesPerStep(cost.read, cost.experts, bytes_per_token([model.draft_head.cache_spec]))
+    head = model.draft_head
+    assert head is not None
+    cost = head.cost_of_pass()
+    if head.vocabulary is None:
+        cost += model.cost() - model.cost_without_logits()
+    return BytesPerStep(cost.read, cost.experts, bytes_per_token([head.cache_spec]))
 
 
 def bytes_per_step(model: Model) -> BytesPerStep:

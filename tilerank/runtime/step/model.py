@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilerank.parallel.cost import Cost
+from tilerank.parallel.embedding import DraftVocabulary
 from tilerank.parallel.parameters import Layer
 
 from .batch import Batch, BatchContent, LogitRows
@@ -71,11 +72,13 @@ class DraftHead(Layer):
 
     cache_spec: what it keeps of a sequence, at the index of the first of the two tokens. module: with this begin the
     names of its tensors in a checkpoint, of which it does not use those that begin with one of `left_out`.
+    vocabulary: of the tokens that it drafts; None if it drafts all, with the output head of the model.
     """
 
     cache_spec: CacheSpec
     module: str
     left_out: tuple[str, ...] = ()
+    vocabulary: DraftVocabulary | None = None
 
     def cost(self) -> Cost:
         """Nothing: a step of the decoder does not run it."""
@@ -85,7 +88,7 @@ class DraftHead(Layer):
         return Cost()
 
     def cost_of_pass(self) -> Cost:
-        """Return what a pass of it reads and computes, without the output head."""
+        """Return what a pass of it reads and computes, without the output head of the model."""
         return super().cost()
 
     @abstractmethod
@@ -156,7 +159,7 @@ class Model(Layer):
     @abstractmethod
     def draft(self, batch: Batch, rows: KeptStates, caches: Sequence[Cache]) -> Tensor:
         """Return fp32 logits [m, vocab] of the draft head, as `forward` does, for the token after each of
-        `batch.token_ids`.
+        `batch.token_ids`; those of the tokens of its vocabulary, if it has one.
 
         rows, batch: as in DraftHead. caches: as in `forward`.
         """
