@@ -88,11 +88,13 @@ class Soak:
     lost: list[tuple[float, float, str]] = field(default_factory=list)  # failed requests; a fault must explain each
     sampled: dict[tuple[int, int], Texts] = field(default_factory=dict)  # by prompt and seed
     memory: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    calm: float = 0.0  # when the last fault and the floods after it were over
     over: bool = False
 
     async def run(self, seconds: float, faults: Sequence[Fault]) -> None:
-        """Run for `seconds`. Faults come in the first third; the rest shows whether the processes then stay as they
-        are."""
+        """Run for `seconds`. Faults come in the first third. The rest shows whether the processes then stay as they
+        are, after floods of all clients at once: a process keeps the memory of the most that it had to do at one time.
+        """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=None, limits=limits) as client:
             watching = asyncio.create_task(self._watch())
@@ -103,6 +105,8 @@ class Soak:
                 for fault in faults:
                     await asyncio.sleep(seconds / 3 / len(faults))
                     await self._inflict(client, fault)
+                await asyncio.gather(*(_flood(self, client, random.Random(number)) for number in range(CLIENTS)))
+                self.calm = time.monotonic()
                 await asyncio.sleep(max(began + seconds - time.monotonic(), seconds / 3))
                 self.over = True
             watching.cancel()
@@ -171,9 +175,8 @@ class Soak:
     def check_memory(self) -> None:
         """Compare, for every running process, the median memory in the first and in the last quarter of a period: the
         second half of the samples after the last fault."""
-        calm = max((fault[1] for fault in self.faults), default=0.0)
         for pid in self.server.running.pids():
-            seen = [(at, size) for at, size in self.memory[pid] if at > calm]
+            seen = [(at, size) for at, size in self.memory[pid] if at > self.calm]
             quarter = len(seen) // 8
             assert quarter > 10, "too short to tell"
             begin, end = seen[len(seen) // 2 :][:quarter], seen[-quarter:]
