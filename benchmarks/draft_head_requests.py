@@ -7,7 +7,7 @@ import ast
 import sysconfig
 import tokenize
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 from tilerank.launch.bench.scoring.text import DEFAULT_TEXT
@@ -22,6 +22,12 @@ QUESTIONS = (
     "Summarise the history of {} in a few sentences.",
     "Write a letter to a friend about {}.",
     "Describe {} as JSON with a few fields.",
+    "Why does {} matter? Give three reasons.",
+    "Write a dialogue between two people who disagree about {}.",
+    "Describe a day in the life of somebody who works with {}.",
+    "Write a news report about {}.",
+    "What are common mistakes with {}, and how are they avoided?",
+    "Write a poem about {}.",
 )
 TOPICS = (
     *("bread", "the moon", "sorting numbers", "rivers", "trains", "chess", "bees", "the weather", "music", "gardens"),
@@ -35,17 +41,22 @@ PROSE_REQUESTS = (
     "Repeat this text word by word.\n\n{}",
     "Here is a text.\n\n{}\n\nQuote its first sentence, then summarise the rest.",
     "Correct the mistakes in this text and return all of it.\n\n{}",
+    "What does this text say? Answer with its own words.\n\n{}",
 )
 CODE_REQUESTS = (
     "Return this code with a comment in its first line.\n```python\n{}\n```",
     "Rename the first parameter in this code to `given`. Return the whole code.\n```python\n{}\n```",
+    "Rename the function or class in this code to `Renamed`. Return all of it.\n```python\n{}\n```",
 )
 RECORDS_REQUEST = (
     'Write these notes as JSON of this form: {{"notes": [{{"thing": "", "count": 0, "room": 0, "day": ""}}]}}\n\n{}'
 )
 RECORD = "On the {} of May, {} books about {} were brought to room {}."
-FEWEST_LETTERS, MOST_LETTERS = 200, 800
+FEWEST_LETTERS, MOST_LETTERS = 200, 1600
 """Of a text or a piece of code."""
+MOST_OF_A_MODULE = 4
+"""Texts, and pieces of code."""
+DEFINITIONS = ast.FunctionDef | ast.ClassDef
 
 
 def requests() -> list[str]:
@@ -63,19 +74,16 @@ def _prose() -> Iterator[str]:
     for start in range(0, len(text), MOST_LETTERS):
         yield text[start : start + MOST_LETTERS]
     for _, module in _modules():
-        words = ast.get_docstring(module)
-        if words is not None and len(words) >= FEWEST_LETTERS:
-            yield words[:MOST_LETTERS]
+        described = (node for node in (module, *module.body) if isinstance(node, ast.Module | DEFINITIONS))
+        texts = (ast.get_docstring(node) or "" for node in described)
+        yield from islice((words[:MOST_LETTERS] for words in texts if len(words) >= FEWEST_LETTERS), MOST_OF_A_MODULE)
 
 
 def _code() -> Iterator[str]:
-    """Yield the first function or class of a fitting length of each module."""
+    """Yield the first functions and classes of a fitting length of each module."""
     for source, module in _modules():
-        named = (node for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
-        parts = (ast.get_source_segment(source, node) or "" for node in named)
-        code = next((part for part in parts if FEWEST_LETTERS <= len(part) <= MOST_LETTERS), None)
-        if code is not None:
-            yield code
+        parts = (ast.get_source_segment(source, node) or "" for node in module.body if isinstance(node, DEFINITIONS))
+        yield from islice((part for part in parts if FEWEST_LETTERS <= len(part) <= MOST_LETTERS), MOST_OF_A_MODULE)
 
 
 def _modules() -> Iterator[tuple[str, ast.Module]]:
