@@ -15,7 +15,7 @@ from tilerank.runtime.lead.scheduler import Scheduler
 from tilerank.runtime.lead.sequence import Scheduled, Sequence
 from tilerank.runtime.lead.window_pages import WindowPages
 from tilerank.runtime.protocol.rank_messages import Step
-from tilerank.runtime.protocol.sizes import num_window_tokens
+from tilerank.runtime.protocol.sizes import num_window_tokens, tokens_for
 from tilerank.runtime.step.batch import RankSequence
 
 
@@ -280,3 +280,13 @@ def test_the_room_for_windows_follows_from_the_tokens_of_the_cache() -> None:
     assert num_window_tokens(10000, 128) == 8 * (128 + 64) + 2048
     assert num_window_tokens(131072, 1024) == 131072 // 8
     assert num_window_tokens(1 << 20, 128) == 256 * (128 + 64) + 2048
+
+
+def test_a_cache_has_room_for_sequences_that_run_at_once() -> None:
+    """By hand: 16 states need 16 x 2,048 tokens; 16 windows of 512 and 64 tokens and a chunk, 8 times their tokens."""
+    assert tokens_for(16, 300, states=False, window=0) == 16 * 300
+    assert tokens_for(8, 300, states=True, window=0) == 8 * 300
+    assert tokens_for(16, 300, states=True, window=0) == 16 * 2048
+    assert tokens_for(16, 300, states=False, window=512) == 16 * 300
+    assert tokens_for(16, 1100, states=False, window=512) == 8 * (16 * 576 + 2048)
+    assert num_window_tokens(tokens_for(16, 1100, states=False, window=512), 512) == 16 * 576 + 2048

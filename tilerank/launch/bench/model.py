@@ -27,6 +27,7 @@ from .rank_job import (
     EngineJob,
     add_engine_arguments,
     add_rank_arguments,
+    cache_tokens,
     cores_of,
     is_rank,
     placement_of,
@@ -90,11 +91,9 @@ def measure_model(args: argparse.Namespace, argv: list[str]) -> Report:
 
 
 def model_job(args: argparse.Namespace) -> EngineJob:
-    """Return the job of the ranks: an engine whose cache fits every case."""
-    from tilerank.kernels.kv_pages import PAGE_TOKENS
-
-    # Plus one page for each sequence, since a sequence takes whole pages.
-    total = max(case.batch * (case.prompt_tokens + new_tokens_of(case) + PAGE_TOKENS) for case in cases_of(args))
+    """Return the job of the ranks: an engine in whose cache the sequences of every case run at once."""
+    batches = ((case.batch, case.prompt_tokens + new_tokens_of(case)) for case in cases_of(args))
+    total = cache_tokens(args, batches)
     return EngineJob(args, total_tokens=total, measure=lambda *context: _measure(args, *context))
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +96,25 @@ class RankMemory:
 
     pid: int
     weight_bytes: int
+
+
+def cache_tokens(args: argparse.Namespace, batches: Iterable[tuple[int, int]]) -> int:
+    """Return the tokens of a cache in which the sequences of each batch of the model run at once.
+
+    batches: sequences, and tokens of each.
+    """
+    from tilerank.kernels.kv_pages import PAGE_TOKENS
+    from tilerank.runtime.protocol.sizes import tokens_for
+
+    from ..planning.work import model_work
+
+    card, options = read_card(args.model), model_options(args)
+    work = model_work(card, options.torch_dtype(card), options.quantization, options.torch_kv_dtype(card))
+    # Plus one page for each sequence, since a sequence takes whole pages.
+    return max(
+        tokens_for(sequences, length + PAGE_TOKENS, states=work.state > 0, window=work.window)
+        for sequences, length in batches
+    )
 
 
 class EngineJob:

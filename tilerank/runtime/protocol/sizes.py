@@ -56,6 +56,20 @@ def num_window_tokens(tokens: int, window: int) -> int:
     return min(max(tokens // TOKENS_PER_WINDOW_TOKEN, windows[0]), windows[1], tokens)
 
 
+def tokens_for(sequences: int, length: int, *, states: bool, window: int) -> int:
+    """Return the tokens of a cache in which so many sequences of `length` tokens run at once.
+
+    states: whether layers have states. window: the tokens that layers with a window read, 0 without such layers.
+    """
+    tokens = sequences * length
+    if states and num_states(tokens) < sequences:
+        tokens = sequences * TOKENS_PER_STATE
+    in_windows = sequences * min(length, window + WINDOW_MARGIN) + PREFILL_CHUNK
+    if window and num_window_tokens(tokens, window) < min(tokens, in_windows):
+        tokens = in_windows * TOKENS_PER_WINDOW_TOKEN
+    return tokens
+
+
 def most_tokens(nbytes: float, cache_bytes: Callable[[int], float]) -> int:
     """Return the largest number of tokens whose cache fits in `nbytes`.
 

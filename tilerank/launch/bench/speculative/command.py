@@ -26,6 +26,7 @@ from ..rank_job import (
     EngineJob,
     add_engine_arguments,
     add_rank_arguments,
+    cache_tokens,
     cores_of,
     is_rank,
     run_as_rank,
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if is_rank(args):
-        tokens = max(args.requests) * (_longest(args) + args.new_tokens + 32)
+        tokens = cache_tokens(args, [(max(args.requests), _longest(args) + args.new_tokens)])
         job = EngineJob(
             args, total_tokens=tokens, measure=lambda engine, placement, _: _measure(args, engine, placement)
         )
