@@ -82,8 +82,8 @@ def main(argv: list[str]) -> int:
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     model.eval()
     head = new_head(config, model)
-    train(head, model, examples, args.epochs)
     vocabulary = frequent_tokens(examples, args.draft_vocabulary or config["vocab_size"] // 4)
+    train(head, model, examples, vocabulary, args.epochs)
     write(args.model, args.out, config, head, vocabulary)
     return 0
 
@@ -147,11 +147,12 @@ def new_head(config: dict[str, Any], model: Any) -> MtpLayer:
     return head
 
 
-def train(head: MtpLayer, model: Any, examples: Sequence[Example], epochs: int) -> list[float]:
-    """Return the mean divergence of each epoch, and print it with the shares of right drafts in texts held out."""
-    # The losses of tokens that never occur would take most of the time.
-    used = torch.unique(torch.cat([one.ids[one.start :] for one in examples]))
-    embeddings, weight = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()[used]
+def train(head: MtpLayer, model: Any, examples: Sequence[Example], vocabulary: Tensor, epochs: int) -> list[float]:
+    """Return the mean divergence of each epoch, and print it with the shares of right drafts in texts held out.
+
+    vocabulary: the tokens that the head can draft. It learns what the model predicts among these.
+    """
+    embeddings, weight = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()[vocabulary]
 
     def passed(following: Tensor, hidden: Tensor) -> Tensor:
         """Return the states of the head for tokens and the states of the tokens before them: [tokens, hidden]."""
@@ -179,11 +180,10 @@ def train(head: MtpLayer, model: Any, examples: Sequence[Example], epochs: int) 
 
     def are_right(one: Example) -> tuple[Tensor, Tensor]:
         """Return which first drafts are right, and which second ones of those after a right one."""
-        hidden, first = one.hidden.float(), one.start - 1
-        drafted = passed(one.ids[1:-1], hidden[:-1])
-        second, wanted = passed(one.ids[2:-1], drafted[:-1]), logits(hidden[1 + first :]).argmax(-1)
-        right = logits(drafted[first:]).argmax(-1) == wanted
-        return right, (logits(second[first:]).argmax(-1) == wanted[1:])[right[:-1]]
+        drafted, first = passed(one.ids[1:-1], one.hidden[:-1].float()), one.start - 1
+        second, wanted = passed(one.ids[2:-1], drafted[:-1]), one.ids[2 + first :]
+        right = vocabulary[logits(drafted[first:]).argmax(-1)] == wanted
+        return right, (vocabulary[logits(second[first:]).argmax(-1)] == wanted[1:])[right[:-1]]
 
     held_out, rest = examples[::HELD_OUT], [one for i, one in enumerate(examples) if i % HELD_OUT]
     optimizer = torch.optim.AdamW(head.parameters(), weight_decay=0.01)

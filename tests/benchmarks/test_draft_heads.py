@@ -36,9 +36,10 @@ def test_a_head_drafts_what_it_has_learnt(tmp_path: Path, monkeypatch: pytest.Mo
     with torch.no_grad():
         states = [model.model(torch.tensor(ids[:-1])[None]).last_hidden_state[0] for ids in texts]
     examples = [script.Example(torch.tensor(ids), hidden, PROMPT) for ids, hidden in zip(texts, states, strict=True)]
-    losses = script.train(head, model, examples, 40)
+    vocabulary = script.frequent_tokens(examples, 1000)
+    losses = script.train(head, model, examples, vocabulary, 40)
     assert losses[-1] < losses[0] / 4
-    script.write(DEMO, out, config, head, script.frequent_tokens(examples, 1000))
+    script.write(DEMO, out, config, head, vocabulary)
 
     def all_of_them(_: DraftCounts, proposals: Any, rows: int) -> list[int]:
         return [len(proposal.tokens) for _, proposal in proposals]
