@@ -53,6 +53,7 @@ class HeadDrafter(Drafter):
         self._model, self._caches = model, caches
         # Tensors over arrays, as in BatchFiller.
         self._read, self._replaced = (array("q", bytes(8 * padded_size(sequences))) for _ in range(2))
+        self._padded_states: dict[int, KeptStates] = {}  # over these arrays, by the size of the batch
         self._rows: dict[int, range] = {}  # the kept ones of each sequence, by its number; those of its next pass first
 
     def begin(self, step: Step) -> None:
@@ -88,4 +89,7 @@ class HeadDrafter(Drafter):
         padding = size - len(read)
         self._read[:size] = array("q", read + [copied] * padding)
         self._replaced[:size] = array("q", [*read, *range(KEPT_ROWS - padding, KEPT_ROWS)])
-        return KeptStates(*(torch.frombuffer(rows, dtype=torch.int64)[:size] for rows in (self._read, self._replaced)))
+        if size not in self._padded_states:
+            tensors = [torch.frombuffer(rows, dtype=torch.int64)[:size] for rows in (self._read, self._replaced)]
+            self._padded_states[size] = KeptStates(*tensors)
+        return self._padded_states[size]
