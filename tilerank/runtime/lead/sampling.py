@@ -63,9 +63,9 @@ def choose(
     ops.argmax(logits).
     """
     scored = [i for i, row in enumerate(rows) if row.params.logprobs]
-    raw, rows_of_raw = logits, torch.tensor(scored, dtype=torch.int64)
+    raw, rows_of_raw = logits, scored
     if any(rows[i].changes_logits for i in scored):
-        raw, rows_of_raw = ops.take_rows(logits, rows_of_raw), torch.arange(len(scored))
+        raw, rows_of_raw = ops.take_rows(logits, torch.tensor(scored)), list(range(len(scored)))
     if any(row.changes_logits for row in rows):
         edit_logits(
             logits, [row.rules.edits(row.tokens, row.allowed) if row.changes_logits else NO_EDITS for row in rows]
@@ -110,10 +110,10 @@ def _likeliest(logits: Tensor, argmax: Callable[[Tensor], Tensor]) -> Sequence[i
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Logprobs]:
     """Return the log-probabilities of tokens of a prompt under the logits [m, vocab] of the tokens before them."""
-    return _logprobs(logits, torch.arange(len(token_ids)), token_ids, [count] * len(token_ids))
+    return _logprobs(logits, range(len(token_ids)), token_ids, [count] * len(token_ids))
 
 
-def _logprobs(logits: Tensor, rows: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
+def _logprobs(logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
     """Return the log-probabilities of rows of logits [m, vocab]: those of a token and of the most likely tokens.
 
     token_ids, counts: for each of `rows`, the token and the number of likely ones.
@@ -121,7 +121,7 @@ def _logprobs(logits: Tensor, rows: Tensor, token_ids: Sequence[int], counts: Se
     if not token_ids:
         return []
     most = min(max(*counts, 1), logits.shape[1])
-    chosen, ranks, top_ids, top = ops.log_probs(logits, rows, torch.tensor(token_ids), most)
+    chosen, ranks, top_ids, top = ops.log_probs(logits, torch.tensor(rows), torch.tensor(token_ids), most)
     lists = zip(chosen.tolist(), ranks.tolist(), top_ids.tolist(), top.tolist(), counts, strict=True)
     return [
         Logprobs(own, tuple(zip(ids[:count], values[:count], strict=True)), rank)
