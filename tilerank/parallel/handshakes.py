@@ -64,7 +64,11 @@ class PendingHandshakes:
         """Wait at most `timeout_s` and return the peers that have proven to have the secret, possibly none."""
         first = min(self._deadlines.values(), default=math.inf)
         timeout_s = max(min(timeout_s, first - time.monotonic()), 0)
-        ready, _, _ = select.select([self._listener, *self._received], [], [], timeout_s)
+        poll = select.poll()  # a server has more open files than select takes
+        open_ones = {connection.fileno(): connection for connection in (self._listener, *self._received)}
+        for number in open_ones:
+            poll.register(number, select.POLLIN)
+        ready = [open_ones[number] for number, _ in poll.poll(math.ceil(1e3 * timeout_s))]
         if self._listener in ready:
             ready += self._accept()
         found = []
