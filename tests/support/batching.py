@@ -2,6 +2,9 @@
 
 import json
 import os
+import socket
+import threading
+from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -31,6 +34,7 @@ from tilerank.runtime.lead.transfers.stored_pages import StoredPages
 from tilerank.runtime.lead.window_pages import WindowPages
 from tilerank.runtime.protocol.areas import Area
 from tilerank.runtime.protocol.events import Event, PrefilledEvent, ScoredEvent, TokenEvent
+from tilerank.runtime.protocol.page_requests import serve_slots
 from tilerank.runtime.protocol.prompt import MM_CACHE_BYTES, Prompt
 from tilerank.runtime.protocol.rank_messages import Chunk, Message
 from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
@@ -117,6 +121,13 @@ def memory_files() -> Iterator[tuple[int, ...]]:
     """The memory between prefill ranks and decode ranks."""
     with ExitStack() as files:
         yield tuple(files.enter_context(open(os.memfd_create("pages"), "rb")).fileno() for _ in Area)
+
+
+def served(files: abc.Sequence[int]) -> socket.socket:
+    """Return a connection over which another host would read slots of the memory between prefill and decode ranks."""
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=serve_slots, args=[theirs, files], daemon=True).start()
+    return ours
 
 
 def prefilled(engine: Engine, request: Request) -> list[list[int]]:

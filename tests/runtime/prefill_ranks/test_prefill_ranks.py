@@ -6,12 +6,13 @@ The groups run one after the other here, with a file as the memory between them.
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from batching import DEMO, answers, memory_files, prefilled, single
+from batching import DEMO, answers, memory_files, prefilled, served, single
 from ranks import run_ranks
 from tiny import make_checkpoint
 
@@ -25,6 +26,7 @@ from tilerank.runtime.lead.transfers.given_pages import GivenPages
 from tilerank.runtime.lead.window_pages import WindowPages
 from tilerank.runtime.protocol.areas import Area
 from tilerank.runtime.protocol.events import Event, PrefilledEvent, TokenEvent
+from tilerank.runtime.protocol.page_requests import SlotReader
 from tilerank.runtime.protocol.prompt import Medium, PlaceholderRange, Prompt
 from tilerank.runtime.rank.rank_config import RankConfig
 from tilerank.runtime.rank.transfer_memory import Transfer
@@ -108,10 +110,19 @@ def given(team: Team, *, model: str, files: list[str], **dtypes: Any) -> list[Sl
     return [event.slots for event in found]
 
 
-def taken(team: Team, *, model: str, files: list[str], slots: list[Slots], **dtypes: Any) -> dict[str, Any]:
+def taken(
+    team: Team, *, model: str, files: list[str], own_files: list[str], slots: list[Slots], **dtypes: Any
+) -> dict[str, Any]:
     """Return, on rank 0, greedy and sampled answers that continue pages of prefill ranks, those of prompts that are
-    computed here, and how many pages were taken."""
-    worker = Worker(Path(model), team, config_of(files, gives=False, **dtypes))
+    computed here, and how many pages were taken. own_files: of the decode ranks, if they are on another host."""
+    config = config_of(own_files or files, gives=False, **dtypes)
+    if own_files:
+        assert config.transfer is not None
+        reader = SlotReader(partial(served, [os.open(file, os.O_RDONLY) for file in files]), 60)
+        config = replace(
+            config, transfer=replace(config.transfer, fetches=True, reader=None if team.group.rank else reader)
+        )
+    worker = Worker(Path(model), team, config)
     if team.group.rank != 0:
         worker.follow()
         return {}
@@ -129,33 +140,34 @@ def taken(team: Team, *, model: str, files: list[str], slots: list[Slots], **dty
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "family", "dtype", "kv_dtype"),
+    ("hosts", "prefill", "decode", "family", "dtype", "kv_dtype"),
     [
-        (1, 1, "demo", "bfloat16", "int8"),
-        (2, 2, "gpt_oss", "bfloat16", None),
-        (2, 2, "deepseek_v3", "bfloat16", None),
-        (2, 1, "gpt_oss", "float32", None),
-        (1, 2, "gpt_oss", "float32", None),
-        (1, 1, "qwen3_5", "bfloat16", None),
-        (2, 1, "qwen3_5", "float32", None),
-        (1, 2, "qwen3_5", "float32", None),
-        (3, 2, "demo", "float32", None),
-        (1, 2, "deepseek_v3", "float32", None),
+        (1, 1, 1, "demo", "bfloat16", "int8"),
+        (2, 2, 2, "gpt_oss", "bfloat16", None),
+        (1, 2, 2, "deepseek_v3", "bfloat16", None),
+        (1, 2, 1, "gpt_oss", "float32", None),
+        (1, 1, 2, "gpt_oss", "float32", None),
+        (2, 1, 1, "qwen3_5", "bfloat16", None),
+        (1, 2, 1, "qwen3_5", "float32", None),
+        (2, 1, 2, "qwen3_5", "float32", None),
+        (1, 3, 2, "demo", "float32", None),
+        (2, 1, 2, "deepseek_v3", "float32", None),
     ],
 )
 def test_texts_are_those_of_ranks_that_do_both(
-    tmp_path: Path, prefill: int, decode: int, family: str, dtype: str, kv_dtype: str | None
+    tmp_path: Path, hosts: int, prefill: int, decode: int, family: str, dtype: str, kv_dtype: str | None
 ) -> None:
     """Bit for bit where both groups cut the model alike, and otherwise up to the rounding of sums."""
     model = DEMO if family == "demo" else make_checkpoint(family, tmp_path, seed=5, **TINY[family])
-    files = [tmp_path / area.name for area in Area]
-    for file in files:
+    files, own_files = ([tmp_path / f"{area.name} {host}" for area in Area] for host in range(2))
+    for file in files + own_files:
         file.touch()
     kwargs: dict[str, Any] = {"model": str(model), "files": [*map(str, files)], "dtype": dtype, "kv_dtype": kv_dtype}
     here = "tests.runtime.prefill_ranks.test_prefill_ranks"
     slots = run_ranks(prefill, f"{here}:given", kwargs=kwargs)[0]
     assert slots == [one + [[]] * (len(Area) - len(one)) for one in SLOTS.get(family, PAGES_ALONE)]
-    found = run_ranks(decode, f"{here}:taken", kwargs=kwargs | {"slots": slots})[0]
+    kwargs |= {"slots": slots, "own_files": [*map(str, own_files)] if hosts == 2 else []}
+    found = run_ranks(decode, f"{here}:taken", kwargs=kwargs)[0]
     assert found["pages"] == [TAKEN.get(family, 4 + 1 + 1 + 2), 0, 2 * sum(LENGTHS)]
     for name in ("greedy", "sampled"):
         apart, together = found[name], found[f"{name} computed here"]

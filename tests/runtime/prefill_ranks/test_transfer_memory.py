@@ -1,13 +1,17 @@
 """The memory between prefill ranks and decode ranks: heads are cut anew, and what is not whole is not taken."""
 
+import errno
 import itertools
 import os
+import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
-from batching import memory_files
+from batching import memory_files, served
 from torch import Tensor
 
 from tilerank.kernels.kv_pages import KVPages
@@ -15,7 +19,10 @@ from tilerank.kernels.latent_pages import LatentPages
 from tilerank.kernels.state_slots import StateSlots
 from tilerank.parallel.group import Group, SingleGroup
 from tilerank.parallel.shard import Cut, Strategy, cut_even_padded, cut_heads, cut_uneven
+from tilerank.runtime.protocol import page_requests
 from tilerank.runtime.protocol.areas import Area
+from tilerank.runtime.protocol.framing import Connection
+from tilerank.runtime.protocol.page_requests import SlotReader
 from tilerank.runtime.protocol.rank_messages import GivePages, MovedPage, TakePages
 from tilerank.runtime.rank import transfer_memory
 from tilerank.runtime.rank.transfer_memory import Transfer, TransferMemory
@@ -39,14 +46,31 @@ def files() -> Iterator[Files]:
         yield files
 
 
+@pytest.fixture
+def other_files() -> Iterator[Files]:
+    """The memory of decode ranks on another host."""
+    with memory_files() as files:
+        yield files
+
+
+@pytest.fixture
+def reader(files: Files) -> SlotReader:
+    """Reads the memory `files` as another host does."""
+    return SlotReader(partial(served, files), 60)
+
+
 def giving(
     files: Files, slots: int, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group
 ) -> TransferMemory:
     return TransferMemory(Transfer(files, True), specs, caches, group, [slots] * len(Area))
 
 
-def taking(files: Files, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group) -> TransferMemory:
-    return TransferMemory(Transfer(files, False), specs, caches, group, [9] * len(Area))
+def taking(
+    files: Files, specs: Sequence[CacheSpec], caches: Sequence[Cache], group: Group, reader: SlotReader | None = None
+) -> TransferMemory:
+    """reader: of the memory on another host, where `files` are those of the decode ranks."""
+    transfer = Transfer(files, False, fetches=reader is not None, reader=reader if group.rank == 0 else None)
+    return TransferMemory(transfer, specs, caches, group, [9] * len(Area))
 
 
 def of_areas(*pages: list[MovedPage]) -> list[list[MovedPage]]:
@@ -82,9 +106,11 @@ FIRST, SECOND = b"first page......", b"second page....."
 
 
 @pytest.mark.parametrize(("given", "taken"), list(itertools.product(CUTS, CUTS)), ids=lambda cut: f"{cut[1]}-{cut[0]}")
-def test_heads_are_cut_anew(files: Files, given: tuple[int, Strategy], taken: tuple[int, Strategy]) -> None:
-    """With codes and scales. Pages 0 and 1 of a layer go through slots 2 and 0 to pages 3 and 1, and page 1 of a layer
-    with a window goes through slot 1 of its area to page 2."""
+def test_heads_are_cut_anew(
+    files: Files, other_files: Files, reader: SlotReader, given: tuple[int, Strategy], taken: tuple[int, Strategy]
+) -> None:
+    """With codes and scales, on one host and on two. Pages 0 and 1 of a layer go through slots 2 and 0 to pages 3 and
+    1, and page 1 of a layer with a window goes through slot 1 of its area to page 2."""
     one = KVPages.empty(1, HEADS, DIM, torch.int8)
     made = [[torch.randint(0, 90, heads.shape, dtype=torch.uint8) for heads in heads_of(one, 0)] for _ in range(3)]
     for rank, specs in reversed(list(enumerate(specs_of(*given)))):
@@ -93,20 +119,21 @@ def test_heads_are_cut_anew(files: Files, given: tuple[int, Strategy], taken: tu
             fill(caches[layer], specs[layer], number, content)
         gives = giving(files, 3, specs, caches, OneOf(rank))
         gives.give(GivePages(of_areas([(0, 2, FIRST), (1, 0, SECOND)], [(1, 1, SECOND)])))
-    for rank, specs in enumerate(specs_of(*taken)):
-        caches = [spec.allocate(PAGES * 32) for spec in specs]
-        takes = taking(files, specs, caches, OneOf(rank))
-        assert takes.slot_bytes == gives.slot_bytes
-        assert takes.take(TakePages(of_areas([(3, 2, FIRST), (1, 0, SECOND)], [(2, 1, SECOND)])))
-        for layer, number, content in ((0, 3, made[0]), (0, 1, made[1]), (1, 2, made[2])):
-            place = specs[layer].place
-            assert place is not None
-            first, count = place.first, max(min(specs[layer].kv_heads, HEADS - place.first), 0)
-            for mine, whole in zip(heads_of(caches[layer], number), content, strict=True):
-                assert torch.equal(mine[:count], whole[first : first + count])
-                assert not mine[count:].any()
-        for layer, number in ((0, 0), (0, 2), (1, 0), (1, 1), (1, 3)):
-            assert not any(heads.any() for heads in heads_of(caches[layer], number))
+    for memory, source in ((files, None), (other_files, reader)):
+        for rank, specs in enumerate(specs_of(*taken)):
+            caches = [spec.allocate(PAGES * 32) for spec in specs]
+            takes = taking(memory, specs, caches, OneOf(rank), source)
+            assert takes.slot_bytes == gives.slot_bytes
+            assert takes.take(TakePages(of_areas([(3, 2, FIRST), (1, 0, SECOND)], [(2, 1, SECOND)])))
+            for layer, number, content in ((0, 3, made[0]), (0, 1, made[1]), (1, 2, made[2])):
+                place = specs[layer].place
+                assert place is not None
+                first, count = place.first, max(min(specs[layer].kv_heads, HEADS - place.first), 0)
+                for mine, whole in zip(heads_of(caches[layer], number), content, strict=True):
+                    assert torch.equal(mine[:count], whole[first : first + count])
+                    assert not mine[count:].any()
+            for layer, number in ((0, 0), (0, 2), (1, 0), (1, 1), (1, 3)):
+                assert not any(heads.any() for heads in heads_of(caches[layer], number))
 
 
 KEY_DIM, VALUE_DIM, INPUTS = 4, 6, 3
@@ -226,3 +253,55 @@ def test_the_memory_grows_and_never_shrinks(files: Files) -> None:
         assert os.fstat(files[Area.PAGES]).st_size == most * gives.slot_bytes[Area.PAGES]
         gives.give(GivePages(of_areas([(0, slots - 1, bytes([slots]) * 16)])))
         assert takes.take(TakePages(of_areas([(0, slots - 1, bytes([slots]) * 16)])))
+
+
+def test_pages_of_another_host_that_are_gone_are_not_taken(files: Files, other_files: Files) -> None:
+    """Another page has the slot, the memory ends before it, the slot is used again while it is read, the ranks of the
+    other host have another layout, and there is no connection. One that has ended is replaced."""
+    connections: list[socket.socket] = []
+    is_away = False
+
+    def dial() -> socket.socket:
+        if is_away:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        connections.append(served(files))
+        return connections[-1]
+
+    spec = PagedKV(1, 8, torch.float32)
+    gives = giving(files, 2, [spec], [spec.allocate(PAGES * 32)], SingleGroup())
+    takes = taking(other_files, [spec], [spec.allocate(PAGES * 32)], SingleGroup(), SlotReader(dial, 60))
+    gives.give(GivePages(of_areas([(0, 0, FIRST), (1, 1, SECOND)])))
+    both = TakePages(of_areas([(0, 0, FIRST), (1, 1, SECOND)]))
+    assert takes.take(both) and len(connections) == 1
+    assert not takes.take(TakePages(of_areas([(0, 0, SECOND), (1, 1, FIRST)])))
+    assert not takes.take(TakePages(of_areas([(0, 2, SECOND)])))
+    other = PagedKV(1, 8, torch.bfloat16)
+    assert not taking(other_files, [other], [other.allocate(32)], SingleGroup(), SlotReader(dial, 60)).take(both)
+
+    def pread(file: int, nbytes: int, offset: int) -> bytes:
+        content = os.pread(file, nbytes, offset)
+        if nbytes == gives.slot_bytes[Area.PAGES]:
+            gives.give(GivePages(of_areas([(2, 0, SECOND)])))
+        return content
+
+    assert takes.take(TakePages(of_areas([(0, 1, SECOND)])))  # this host has no other page any more
+    with mock.patch.object(page_requests, "os", mock.Mock(pread=pread, fstat=os.fstat)):
+        assert not takes.take(TakePages(of_areas([(0, 0, FIRST)])))
+    assert takes.take(TakePages(of_areas([(0, 0, SECOND)])))
+    gives.give(GivePages(of_areas([(0, 1, FIRST)])))
+    count = len(connections)
+    connections[0].shutdown(socket.SHUT_RDWR)
+    is_away = True
+    assert not takes.take(TakePages(of_areas([(0, 1, FIRST)])))
+    is_away = False
+    assert takes.take(TakePages(of_areas([(0, 1, FIRST)]))) and len(connections) == count + 1
+
+
+def test_requests_for_slots_that_make_no_sense_end_the_connection(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    for slots, nbytes in (([[(-1, b"")]], [64]), ([[(1, b"")]], [1 << 60]), ([[]], [1, 2]), ("slots", [1])):
+        with served(files) as connection:
+            Connection(connection, msgspec.msgpack.Decoder()).send([slots, nbytes])
+            assert connection.recv(1) == b""
+    assert caplog.text.count("refused a request for slots") == 4

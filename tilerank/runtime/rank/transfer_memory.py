@@ -8,8 +8,12 @@ decode rank reads its own.
 A slot begins with the digest of its page (lead/pages.py: page_digest). It is zeroed before any rank writes other heads
 to the slot, and written once all have. A rank that finds the same digest before and after it has copied its heads has
 therefore copied this page, even if the other group has failed or started again meanwhile.
+
+Where prefill ranks are on another host, the memory of the decode ranks has room for the pages of one message. Rank 0
+fetches them there from that of the prefill ranks before all ranks copy their heads.
 """
 
+import hashlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -24,6 +28,7 @@ from tilerank.kernels.state_slots import StateSlots
 from tilerank.parallel.group import Group
 
 from ..protocol.areas import Area
+from ..protocol.page_requests import ReadSlots, SlotReader
 from ..protocol.rank_messages import GivePages, MovedPage, TakePages
 from ..step.cache import Budget, Cache, CacheSpec, EncoderKV, HeadPlace, PagedKV, RecurrentState, copy_states
 
@@ -42,10 +47,12 @@ _AREAS = {
 @dataclass(frozen=True)
 class Transfer:
     """The part of a rank in a server whose prefill ranks are apart. files: the memory file of each area. gives: whether
-    it is a prefill rank."""
+    it is a prefill rank. fetches: whether the prefill ranks are on another host. reader: of their memory, on rank 0."""
 
     files: tuple[int, ...]
     gives: bool
+    fetches: bool = False
+    reader: SlotReader | None = None
 
 
 @dataclass(frozen=True)
@@ -98,16 +105,27 @@ class _Slots:
                 self._heads.append(heads)
                 offset = -(-heads.stop // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        layout = [(heads.offset, heads.place.total, heads.pages.shape[2:], heads.pages.dtype) for heads in self._heads]
+        self._key = hashlib.blake2b(repr(layout).encode()).digest()
         self._memory: mmap.mmap
         self._mapped = 0  # slots
         self._views: list[tuple[_Heads, Tensor]] = []  # the heads of each tensor of the cache in all of them
-        if os.fstat(file).st_size < count * self.nbytes:  # it never shrinks, because other ranks have mapped it
-            os.ftruncate(file, count * self.nbytes)
+        self.reserve(count)
+
+    def reserve(self, count: int) -> None:
+        """Make room for so many slots."""
+        if os.fstat(self._file).st_size < count * self.nbytes:  # it never shrinks, because other ranks have mapped it
+            os.ftruncate(self._file, count * self.nbytes)
+
+    def begin_of(self, digest: bytes) -> bytes:
+        """Return what a slot with this page begins with. It depends on the layout as well, because the ranks of another
+        host may have been started with other options."""
+        return hashlib.blake2b(digest, key=self._key, digest_size=_DIGEST_BYTES).digest()
 
     def write(self, pages: Sequence[MovedPage]) -> None:
         """Copy the heads of pages to their slots, which are without a digest then."""
         for _, slot, _ in pages:
-            self.set_digest(slot, bytes(_DIGEST_BYTES))
+            self._set_begin(slot, bytes(_DIGEST_BYTES))
         for number, slot, _ in pages:
             for heads, in_slots in self._views:
                 heads.write(number, in_slots[slot])
@@ -115,22 +133,33 @@ class _Slots:
     def read(self, page: MovedPage) -> bool:
         """Copy the heads of a page from its slot. Returns whether it was there all the time."""
         number, slot, digest = page
-        if self._digest(slot) != digest:
+        begin = self.begin_of(digest)
+        if self._begin(slot) != begin:
             return False
         for heads, in_slots in self._views:
             heads.read(number, in_slots[slot])
-        return self._digest(slot) == digest
+        return self._begin(slot) == begin
 
     def set_digest(self, slot: int, digest: bytes) -> None:
-        is_there = self._map(slot)
-        assert is_there, "prefill ranks have made the memory large enough"
-        begin = slot * self.nbytes
-        self._memory[begin : begin + _DIGEST_BYTES] = digest
+        self._set_begin(slot, self.begin_of(digest))
 
-    def _digest(self, slot: int) -> bytes | None:
-        """Return the digest in a slot. None if the memory does not reach so far."""
-        begin = slot * self.nbytes
-        return self._memory[begin : begin + _DIGEST_BYTES] if self._map(slot) else None
+    def fill(self, slot: int, content: memoryview) -> None:
+        """Copy the bytes of a slot of another host, which begins with its digest."""
+        self._set_begin(slot, bytes(_DIGEST_BYTES))
+        start = slot * self.nbytes
+        self._memory[start + _DIGEST_BYTES : start + self.nbytes] = content[_DIGEST_BYTES:]
+        self._set_begin(slot, bytes(content[:_DIGEST_BYTES]))
+
+    def _set_begin(self, slot: int, begin: bytes) -> None:
+        is_there = self._map(slot)
+        assert is_there, "the memory was made large enough"
+        start = slot * self.nbytes
+        self._memory[start : start + _DIGEST_BYTES] = begin
+
+    def _begin(self, slot: int) -> bytes | None:
+        """Return what a slot begins with. None if the memory does not reach so far."""
+        start = slot * self.nbytes
+        return self._memory[start : start + _DIGEST_BYTES] if self._map(slot) else None
 
     def _map(self, slot: int) -> bool:
         """Map the memory as far as it reaches. Returns whether it has this slot."""
@@ -157,6 +186,7 @@ class TransferMemory:
         slots: Sequence[int],
     ) -> None:
         self.gives, self._caches, self._group = transfer.gives, caches, group
+        self._fetches, self._reader = transfer.fetches, transfer.reader
         self._areas: list[_Slots] = []
         for kind in Area:
             held = [pair for pair in zip(specs, caches, strict=True) if _AREAS.get(pair[0].budget) is kind]
@@ -187,9 +217,28 @@ class TransferMemory:
         """Copy pages of each area from the memory. Returns whether every rank has found all of them there. A
         collective: all ranks call this with the same message."""
         copy_states(self._caches, message.state_copies)
-        of_areas = zip(self._areas, message.pages, strict=True)
+        of_areas = zip(self._areas, self._fetched(message.pages) if self._fetches else message.pages, strict=True)
         found = all(area.read(page) for area, moved in of_areas for page in moved)
         return bool(self._group.all_gather(torch.tensor([int(found)])).min())
+
+    def _fetched(self, pages: Sequence[Sequence[MovedPage]]) -> list[list[MovedPage]]:
+        """Fetch the slots of pages in each area to slots 0, 1, ... of the memory of this host, as far as the other host
+        has them. Returns the pages with these slots."""
+        here = [[(number, slot, digest) for slot, (number, _, digest) in enumerate(moved)] for moved in pages]
+        if self._reader is not None:
+            wanted = [
+                [(slot, area.begin_of(digest)) for _, slot, digest in moved]
+                for area, moved in zip(self._areas, pages, strict=True)
+            ]
+            for area, moved in zip(self._areas, here, strict=True):
+                area.reserve(len(moved))
+            places = ((area, slot) for area, moved in zip(self._areas, here, strict=True) for _, slot, _ in moved)
+            contents = self._reader.read(ReadSlots(wanted, self.slot_bytes))
+            for content, (area, slot) in zip(contents, places, strict=False):
+                if content:
+                    area.fill(slot, content)
+        self._group.barrier()
+        return here
 
 
 def _heads_of(spec: CacheSpec, cache: Cache, rank: int) -> list[tuple[Tensor, HeadPlace]]:
