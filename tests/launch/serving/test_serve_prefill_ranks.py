@@ -1,7 +1,6 @@
 """A server whose ranks compute prompts and answers apart: in each of two replicas, a prefill rank gives pages to a
 decode rank."""
 
-import argparse
 import os
 import re
 import signal
@@ -9,13 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
-from command import DEMO, await_true
+from command import await_true
 from serving import PROMPTS, Server, greedy, serving
-
-from tilerank.launch.commands import serve
-from tilerank.launch.errors import LaunchError
-from tilerank.launch.ranks.prefill_ranks import check_arguments
 
 TEXTS = [f"{' '.join(PROMPTS * 4)} {text}" for text in PROMPTS]
 """Prompts of several pages that begin alike."""
@@ -93,10 +87,3 @@ def test_answers_and_faults_of_either_group() -> None:
     assert (result.status, result.errors) == (0, [])
     for group in ("prefill", "decode"):
         assert re.search(rf"warning: rank 0 of the {group} group of replica 0 \(process \d+\) was killed", result.err)
-
-
-def test_several_hosts_are_refused() -> None:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    with pytest.raises(LaunchError, match="--prefill-nodes 1 is for ranks of one host, found --nnodes 2"):
-        check_arguments(parser.parse_args([str(DEMO), "--tp", "2", "--prefill-nodes", "1", "--nnodes", "2"]))

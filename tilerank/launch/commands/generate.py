@@ -31,6 +31,7 @@ from .answers import Answers, JsonPrinter, Printer, TextPrinter, prompts_bar, su
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
     from tilerank.runtime.lead.sampling import SamplingParams
+    from tilerank.runtime.rank.transfer_memory import Transfer
     from tilerank.runtime.rank.worker import Worker
 
     from ..planning.plan_types import Plan
@@ -141,10 +142,14 @@ class GenerateJob:
             if tokens < self._plan.cached_tokens:
                 log_info_on_rank0(log, "another host has room for %s tokens only: that holds for all", f"{tokens:,}")
         config = self._options.rank_config(read_card(self._model_dir), tokens)
-        config = replace(config, transfer=transfer_of(os.environ))
+        config = replace(config, transfer=self.transfer(own.rank))
         if config.transfer is None or config.transfer.gives:  # decode ranks take pages from prefill ranks
             config = kv_dir.with_kv_dir(config, self._args)
         return Worker(self._model_dir, team, config, start.weight_files(self._args))
+
+    def transfer(self, rank: int) -> "Transfer | None":
+        """Return the part of a rank in a server with prefill ranks; None if all ranks do both."""
+        return transfer_of(os.environ)
 
     def lead(self, worker: "Worker", size: int, placement: Placement) -> None:
         from tilerank.kernels import core

@@ -13,7 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,17 +30,19 @@ from ..options.arguments import whole_number
 from ..processes.process import ProcessSpec
 from ..processes.status import StatusPipe
 from ..processes.supervisor import END_S, WatchedConditions, supervise
-from ..ranks import prefill_ranks, ranks_table, start
+from ..ranks import bootstrap, prefill_ranks, ranks_table, start
 from ..ranks.rank import run_rank
-from ..ranks.rendezvous import identify
+from ..ranks.rendezvous import given_secret, identify
 from ..ranks.start import HostRanks
 from ..serving import http_options
+from ..serving.host_links import FRONT_FDS, FirstHost, front_fds
 from ..serving.http_options import DRAIN_S, TERMINAL_DRAIN_S
 from ..serving.server_supervisor import ServerSupervisor
 from . import engine
 
 if TYPE_CHECKING:
     from tilerank.parallel.join import Team
+    from tilerank.runtime.rank.transfer_memory import Transfer
     from tilerank.runtime.rank.worker import Worker
 
     from ..host.placement import Placement, RankPlacement
@@ -89,9 +92,11 @@ def run(args: argparse.Namespace) -> int:
         say(note)
     if args.prefill_nodes is None:
         replicas = engine.own_replicas(args, identity, job.model_bytes)
+    elif args.nnodes > 1:
+        replicas = [prefill_ranks.group_of_host(args, identity)]
     else:
         replicas = prefill_ranks.pairs_of_groups(args, *engine.divided_host(args, identity, job.model_bytes))
-    if 0 not in replicas[0].here:
+    if args.node_rank:
         return supervise(replicas[0].specs(), _watch(args), end_s=args.drain_timeout + END_S)
     job.prepare()
     return _supervise(args, job, replicas)
@@ -104,20 +109,33 @@ def _watch(args: argparse.Namespace) -> WatchedConditions:
 
 def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostRanks]) -> int:
     """Run the server as the parent of its processes, and keep the listening socket open for them."""
-    max_restarts = 0 if args.nnodes > 1 else MAX_RESTARTS if args.max_restarts is None else args.max_restarts
+    one_group = args.nnodes > 1 and args.prefill_nodes is None
+    max_restarts = 0 if one_group else MAX_RESTARTS if args.max_restarts is None else args.max_restarts
     if max_restarts:
         for ranks in replicas:
             ranks.keep_weights()
     placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
-    with job.address.listening(), job.listener as listener:
+    with job.address.listening(), job.listener as listener, _front(args, replicas) as front:
         return ServerSupervisor(
-            lambda control: [_http_process(args, os.dup(listener.fileno()), control, placed)],
+            lambda control: [_http_process(args, os.dup(listener.fileno()), control, placed, front)],
             {ranks.name or "the group of ranks": partial(_leading, ranks) for ranks in replicas},
             _watch(args),
             max_restarts=max_restarts,
             drain_s=args.drain_timeout,
             on_ready=job.say_ready,
         ).run()
+
+
+@contextlib.contextmanager
+def _front(args: argparse.Namespace, replicas: Sequence[HostRanks]) -> Iterator[Callable[[], Sequence[int]]]:
+    """Listen for the decode ranks of another host, if they are there. Yields a function that returns descriptors for
+    the HTTP process (host_links.py)."""
+    if args.nnodes == 1 or args.prefill_nodes is None:
+        yield tuple
+        return
+    with bootstrap.listen(args.master_addr, args.master_port, one_host=False) as listener:
+        say(f"tilerank: the decode ranks of --node-rank 1 are awaited at {args.master_addr}:{args.master_port}")
+        yield partial(front_fds, listener, list(replicas[0].shared.values()))
 
 
 def _leading(ranks: HostRanks, control: int) -> list[ProcessSpec]:
@@ -127,10 +145,17 @@ def _leading(ranks: HostRanks, control: int) -> list[ProcessSpec]:
 class ServeJob(engine.EngineJob):
     """The job of the ranks of `serve`."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self._first_host: FirstHost | None = None
+        if args.prefill_nodes is not None and args.node_rank:
+            secret = given_secret(os.environ)
+            self._first_host = FirstHost(args.master_addr, args.master_port, secret, start.joining_s(args))
+
     def prepare(self) -> None:
         super().prepare()
         http_options.check(self._args)
-        if CONTROL not in os.environ:
+        if CONTROL not in os.environ and self._first_host is None:
             self.address = http_options.address(self._args)
             self.listener = self.address.listen()
             self._url = f"{self.address.url(self.listener)}{self._args.root_path}/v1"
@@ -140,10 +165,17 @@ class ServeJob(engine.EngineJob):
         if own.rank == 0:
             say(ranks_table.render(self._ranks, worker.cache_tokens, worker.states))
         # The HTTP process gets these signals as well: it answers what is under way and closes, which ends the ranks.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        host = self._first_host
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if host is None else lambda *_: host.end())
         if StatusPipe.inherited().connected:  # under another launcher, the HTTP process would inherit this
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return worker
+
+    def transfer(self, rank: int) -> Transfer | None:
+        transfer, host = super().transfer(rank), self._first_host
+        if transfer is None or host is None:
+            return transfer
+        return replace(transfer, fetches=True, reader=host.reader() if rank == 0 else None)
 
     def lead(self, worker: Worker, size: int, placement: Placement) -> None:
         from tilerank.runtime.lead.drafting.draft_sources import draft_source
@@ -157,6 +189,8 @@ class ServeJob(engine.EngineJob):
         if CONTROL in os.environ:
             with socket.socket(fileno=int(os.environ[CONTROL])) as control:
                 serve_connections(engine, connections(control), self._ranks)
+        elif self._first_host is not None:
+            serve_connections(engine, self._first_host.connections(), self._ranks)
         else:
             with self.address.listening(), _own_http(self._args, self.listener, placement) as control:
                 self.say_ready()
@@ -192,8 +226,16 @@ def _own_http(args: argparse.Namespace, listener: socket.socket, placement: Plac
             http.wait()
 
 
-def _http_process(args: argparse.Namespace, listener: int, control: int, ranks: Sequence[RankPlacement]) -> ProcessSpec:
+def _http_process(
+    args: argparse.Namespace,
+    listener: int,
+    control: int,
+    ranks: Sequence[RankPlacement],
+    front: Callable[[], Sequence[int]] = tuple,
+) -> ProcessSpec:
     cpus = cpus_beside(start.own_topology(args, identify(os.environ), read_topology()), ranks)
+
+    fds = front()
 
     def settle() -> None:
         os.sched_setaffinity(0, cpus)
@@ -202,8 +244,8 @@ def _http_process(args: argparse.Namespace, listener: int, control: int, ranks: 
     return ProcessSpec(
         "the HTTP process",
         [sys.executable, "-P", "-m", "tilerank", *args.argv],
-        os.environ | {HTTP_FDS: f"{listener},{control}"},
-        pass_fds=(listener, control),
+        os.environ | {HTTP_FDS: f"{listener},{control}"} | ({FRONT_FDS: ",".join(map(str, fds))} if fds else {}),
+        pass_fds=(listener, control, *fds),
         prepare=settle,
     )
 

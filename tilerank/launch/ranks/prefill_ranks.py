@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tilerank.runtime.protocol.areas import Area
 
 from ..errors import LaunchError
 from ..host.placement import Placement, divide_placement
+from ..host.topology import read_topology
 from ..options.arguments import whole_number
 from ..planning.replicas import Division
 from ..text import count
+from . import start
 from .rendezvous import Identity
 from .start import HostRanks
 
@@ -39,15 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise LaunchError for an option that does not go with --prefill-nodes."""
-    if args.prefill_nodes is not None and args.nnodes > 1:
-        found = f"--nnodes {args.nnodes}"
-        raise LaunchError(f"--prefill-nodes {args.prefill_nodes} is for ranks of one host, found {found}")
+    if args.prefill_nodes is None or args.nnodes == 1:
+        return
+    option = f"--prefill-nodes {args.prefill_nodes} --nnodes {args.nnodes}"
+    if args.nnodes > 2:
+        raise LaunchError(f"{option}: expected 2 hosts, that of the prefill ranks and that of the decode ranks")
+    if args.dp != 1:
+        raise LaunchError(f"{option} is for one replica, found --dp {args.dp or 'auto'}")
 
 
 def refuse_prefill_ranks(args: argparse.Namespace, identity: Identity) -> None:
     """Raise LaunchError for --prefill-nodes where this command does not start all ranks itself."""
     if args.prefill_nodes is not None and identity.launcher != "tilerank":
-        raise LaunchError(f"--prefill-nodes {args.prefill_nodes} is for ranks of one host that this command starts")
+        raise LaunchError(f"--prefill-nodes {args.prefill_nodes} is for ranks that this command starts")
 
 
 def group_sizes(args: argparse.Namespace, ranks: int) -> list[int]:
@@ -69,18 +75,41 @@ def pairs_of_groups(args: argparse.Namespace, division: Division, whole: Placeme
     parts = divide_placement(whole, group_sizes(args, division.tp) * division.dp)
     groups: list[HostRanks] = []
     for replica, (first, second) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
-        groups += _two_groups(args, first, second, f" of replica {replica}" if division.dp > 1 else "")
+        files, end = _memory_files(), f" of replica {replica}" if division.dp > 1 else ""
+        groups += [_prefill_ranks(args, first, files, end), _decode_ranks(args, second, files, end)]
     return groups
 
 
-def _two_groups(args: argparse.Namespace, first: Placement, second: Placement, replica: str) -> list[HostRanks]:
-    files = [os.memfd_create("tilerank-pages") for _ in Area]  # this process holds them while ranks start again
-    gives, takes = (dict(zip(_variables(begin), files, strict=True)) for begin in (_GIVES, _TAKES))
-    prefill, decode = len(first.ranks), len(second.ranks)
-    giving = HostRanks(args, prefill, range(prefill), first, PREFILL + replica, gives)
+def group_of_host(args: argparse.Namespace, identity: Identity) -> HostRanks:
+    """Return the ranks that this command starts on one of two hosts: the prefill ranks on the first, the decode ranks
+    on the second. Raises LaunchError."""
+    machine = read_topology()
+    start.host_ranks(args, start.own_topology(args, identity, machine))  # raises for options that are missing
+    size = group_sizes(args, args.tp)[args.node_rank]
+    make = _decode_ranks if args.node_rank else _prefill_ranks
+    return make(args, start.own_placement(args, identity, machine, size), _memory_files())
+
+
+def _memory_files() -> list[int]:
+    """Return new memory files, which this process holds while ranks start again."""
+    return [os.memfd_create("tilerank-pages") for _ in Area]
+
+
+def _prefill_ranks(args: argparse.Namespace, placement: Placement, files: Sequence[int], end: str = "") -> HostRanks:
+    ranks = len(placement.ranks)
+    giving = HostRanks(args, ranks, range(ranks), placement, PREFILL + end, _named(_GIVES, files))
     for file in files:
         giving.own_memory(file)
-    return [giving, HostRanks(args, decode, range(decode), second, DECODE + replica, takes)]
+    return giving
+
+
+def _decode_ranks(args: argparse.Namespace, placement: Placement, files: Sequence[int], end: str = "") -> HostRanks:
+    ranks = len(placement.ranks)
+    return HostRanks(args, ranks, range(ranks), placement, DECODE + end, _named(_TAKES, files))
+
+
+def _named(begin: str, files: Sequence[int]) -> dict[str, int]:
+    return dict(zip(_variables(begin), files, strict=True))
 
 
 def _variables(begin: str) -> list[str]:

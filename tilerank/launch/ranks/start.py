@@ -108,8 +108,6 @@ def joining_s(args: argparse.Namespace) -> float:
 def host_ranks(args: argparse.Namespace, topology: Topology) -> tuple[int, range]:
     """Return (total number of ranks, the ranks of this host) if we start the ranks ourselves."""
     if args.nnodes == 1:
-        if args.node_rank not in (None, 0):
-            raise LaunchError(f"--node-rank {args.node_rank} needs --nnodes above {args.node_rank}, found 1")
         size = args.tp or auto_ranks(topology)
         return size, range(size)
     if args.node_rank is None or args.master_addr is None or not args.master_port or args.tp is None:
@@ -175,6 +173,8 @@ def foreign_placement(args: argparse.Namespace, topology: Topology, identity: Id
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise LaunchError for options that contradict each other, or if this user may open too few files."""
+    if args.nnodes == 1 and args.node_rank not in (None, 0):
+        raise LaunchError(f"--node-rank {args.node_rank} needs --nnodes above {args.node_rank}, found 1")
     if args.bind != "auto" and args.cores != "auto":
         raise LaunchError(f"--cores {args.cores} and --bind {args.bind} contradict each other")
     _allow_files()
@@ -259,9 +259,9 @@ class HostRanks:
         self.here = here
         self.placement = placement
         self.name = name
+        self.shared = shared or {}
         self._args = args
         self._size = size
-        self._shared = shared or {}
         self._weights: list[int] = []  # a memory file for each rank
         self._owned: list[int] = []  # further ones, of all ranks together
 
@@ -276,7 +276,7 @@ class HostRanks:
     def specs(self, hand_over: Mapping[str, int] | None = None) -> list[ProcessSpec]:
         """Return what starts the ranks once. `hand_over`: descriptors for rank 0, by the variable with their number."""
         for_rank_0 = dict(hand_over or {})
-        if self._args.nnodes > 1:
+        if len(self.here) < self._size:
             host, port = self._args.master_addr, self._args.master_port
             where, bind_it = f"{host}:{port}", partial(bootstrap.listen, host, port, one_host=False)
         else:
@@ -302,7 +302,7 @@ class HostRanks:
     def _spec(self, local: int, rank: int, environment: Mapping[str, str], fds: Mapping[str, int]) -> ProcessSpec:
         if self._weights:
             fds = {**fds, "TILERANK_WEIGHTS": os.dup(self._weights[local])}
-        fds = {**fds, **{variable: os.dup(fd) for variable, fd in self._shared.items()}}
+        fds = {**fds, **{variable: os.dup(fd) for variable, fd in self.shared.items()}}
         own = {"TILERANK_RANK": rank, "TILERANK_LOCAL_RANK": local, **fds}
         name = f"rank {rank}" if self.name is None else f"rank {rank} of {self.name}"
         return ProcessSpec(

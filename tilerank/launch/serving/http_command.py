@@ -1,6 +1,7 @@
 """From the command line to the HTTP process: what it reads of the model directory, and the settings of the server."""
 
 import argparse
+import os
 import socket
 
 from tilerank.loader.tokenizer import Tokenizer
@@ -11,6 +12,7 @@ from ..processes.status import Reached, StatusPipe
 from ..version import own_version
 from . import http_options
 from .grammar_trial import GrammarTrial
+from .host_links import Front
 from .http_process import Http, run
 from .settings import server_settings
 from .text_processes import TextProcesses
@@ -46,6 +48,7 @@ def run_http_process(args: argparse.Namespace, listener: socket.socket, control:
             args.root_path,
             on_end,
             args.prefill_nodes is not None,
+            Front.inherited(os.environ),
         )
         run(http, control, args.drain_timeout, lambda: status.send(Reached("serving")))
     return 0

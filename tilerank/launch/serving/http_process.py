@@ -28,6 +28,7 @@ from tilerank.runtime.server.monitoring.request_log import LoggedRequest, Reques
 
 from ..logs import say
 from .acceptor import Acceptor
+from .host_links import DECODE_ENGINE, Front
 from .http_timeouts import DeadlineProtocol
 
 MAX_HEADER = 64 << 10
@@ -46,7 +47,7 @@ COUNT_S = 1.0
 class Http:
     """The listening socket, the model that is served, and the web pages that may use it. tls: None for HTTP. root_path:
     below which requests are answered as well. on_end: is called with each request that has ended. in_pairs: as in
-    EngineClient."""
+    EngineClient. front: where the decode ranks of another host connect."""
 
     listener: socket.socket
     tokenizer: Tokenizer
@@ -57,6 +58,7 @@ class Http:
     root_path: str = ""
     on_end: Callable[[LoggedRequest], None] | None = None
     in_pairs: bool = False
+    front: Front | None = None
 
 
 def run(http: Http, control: socket.socket, drain_s: float, on_ready: Callable[[], None]) -> None:
@@ -103,7 +105,10 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
             loop.remove_reader(control)
             stop_requested.set()
         else:
-            engines.add(asyncio.create_task(client.attach(*taken)))
+            attach(*taken)
+
+    def attach(number: int, connection: socket.socket) -> None:
+        engines.add(asyncio.create_task(client.attach(number, connection)))
 
     async def stop_when_requested() -> None:
         await stop_requested.wait()
@@ -116,6 +121,8 @@ async def _serve(http: Http, control: socket.socket, drain_s: float, on_ready: C
         on_ready()
 
     loop.add_reader(control, on_control)
+    if http.front is not None:
+        http.front.open(lambda connection: loop.call_soon_threadsafe(attach, DECODE_ENGINE, connection))
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # uvicorn handles the other two
         loop.add_signal_handler(signal.SIGHUP, stop_requested.set)
     others = [asyncio.create_task(task()) for task in (stop_when_requested, announce_when_ready)]

@@ -89,7 +89,7 @@ class EngineConnection:
     async def run(self, connection: socket.socket) -> None:
         """Receive messages over `connection` until the engine closes it. Then fail the incomplete requests."""
         receiver = _Receiver(self._handle)
-        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: receiver, sock=connection)
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: receiver, sock=connection)
         try:
             await receiver.end
         except (BrokenPipeError, ConnectionResetError):
