@@ -18,7 +18,7 @@ from tilerank.launch.errors import LaunchError
 from tilerank.launch.goodput.limits import Latency, Limits, allowed_late, limits_of, percentiles
 from tilerank.launch.goodput.mix import RequestSize, arrivals, mix_of, mlperf_llama_3_1_8b
 from tilerank.launch.goodput.search import PRECISION, Trial, best, search, trial_of
-from tilerank.launch.goodput.simulation import Demand, StepLoad, predicted_goodput, simulate
+from tilerank.launch.goodput.simulation import Demand, Group, StepLoad, apart, predicted_goodput, simulate, together
 
 SERVICE_S = 0.1
 
@@ -92,7 +92,7 @@ def test_steps_of_a_server_in_theory_by_hand() -> None:
     """A step takes a second and 10 ms for each row. The second request arrives while the first one is prefilled."""
     loads: list[StepLoad] = []
     seconds = recorded(loads, lambda load: 1 + load.rows / 100)
-    latencies, end = simulate([0.0, 0.5], [Demand(100, 3), Demand(50, 3, encode_s=0.25)], seconds)
+    latencies, end = simulate([0.0, 0.5], [Demand(100, 3), Demand(50, 3, admission_s=0.25)], together(seconds))
     # Steps end at 2; 3.76, with 51 rows after the encode; 4.78; and 5.79, which the second has alone.
     assert end == pytest.approx(5.79)
     assert [latency.ttft_s for latency in latencies] == pytest.approx([2.0, 3.26])
@@ -101,9 +101,25 @@ def test_steps_of_a_server_in_theory_by_hand() -> None:
     assert loads[2] == StepLoad(2, 102 + 51, 102 + 51, 2, 2, 102 + 51)
 
 
+def test_a_server_whose_groups_are_apart_by_hand() -> None:
+    """Prefill ranks compute multiples of 32 tokens, 1 s and 10 ms for each row; decode ranks take 100 ms and 10 ms for
+    each. A copy takes 1 ms for each token. The second prompt is too short to be divided, and the third waits."""
+    loads: list[StepLoad] = []
+    prefill = Group(lambda load: 1 + load.rows / 100, lambda tokens: tokens / 1000)
+    decode = Group(recorded(loads, lambda load: 0.1 + load.rows / 100), lambda tokens: tokens / 1000)
+    server = apart(prefill, decode, lambda tokens: (tokens - 1) // 32 * 32)
+    latencies, end = simulate([0.0, 0.5, 0.6], [Demand(100, 3), Demand(20, 2), Demand(65, 2)], server)
+    # The prefill ranks end at 0.096 + 1.96 = 2.056, and 0.064 + 1.64 later at 3.76. The decode ranks compute the second
+    # prompt at 0.5, the last 4 tokens of the first at 2.056 after a copy of 0.096, and the last of the third at 3.76.
+    assert [latency.ttft_s for latency in latencies] == pytest.approx([2.292, 0.3, 3.76 + 0.064 + 0.11 - 0.6])
+    assert [latency.tpot_s for latency in latencies] == pytest.approx([0.11, 0.11, 0.11])
+    assert end == pytest.approx(3.934 + 0.11)
+    assert loads[2] == StepLoad(4, 4 * 96 + 4 * 5 / 2, 100, 1, 1, 100)
+
+
 def test_long_prompts_are_cut_into_chunks() -> None:
     loads: list[StepLoad] = []
-    simulate([0.0], [Demand(3000, 2)], recorded(loads, lambda load: 1.0))
+    simulate([0.0], [Demand(3000, 2)], together(recorded(loads, lambda load: 1.0)))
     assert [(load.rows, load.contexts, load.logits) for load in loads] == [
         (2048, 2048, 0),
         (952, 3000, 1),
@@ -115,7 +131,7 @@ def test_long_prompts_are_cut_into_chunks() -> None:
 def test_goodput_of_a_server_in_theory() -> None:
     """Steps of 10 ms, whatever is in them: a request needs a step for its prompt and three for its next tokens. Of 256
     at a time, so many are answered that 25,600 steps of sequences are computed in a second."""
-    found = best(predicted_goodput([Demand(8, 4)], Limits(0.05, 0.05), lambda load: 0.01))
+    found = best(predicted_goodput([Demand(8, 4)], Limits(0.05, 0.05), together(lambda load: 0.01)))
     assert found is not None and 256 / 0.04 / 1.2 < found.rate < 256 / 0.04 * 1.04
 
 

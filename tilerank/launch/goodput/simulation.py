@@ -1,10 +1,11 @@
-"""A server in theory: the scheduler's order of steps, and a function that says how long a step takes."""
+"""Servers in theory: the scheduler's order of steps, and functions that return the seconds of a step."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from math import ceil
 
@@ -62,31 +63,53 @@ StepSeconds = Callable[[StepLoad], float]
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request asks of a server: tokens of its prompt, those of media included, and of its answer, and the
-    seconds that its media take to encode."""
+    """What a request asks of a server.
+
+    prompt_tokens, new_tokens: of its prompt, those of media included, and of its answer. admission_s: in which no step
+    runs because the request is admitted: its media are encoded, or cached tokens are copied. cached_tokens: of its
+    prompt, which other ranks have computed.
+    """
 
     prompt_tokens: int
     new_tokens: int
-    encode_s: float = 0.0
+    admission_s: float = 0.0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """When the first and the last token of an answer come, in seconds of the clock by which requests arrive."""
+
+    first_s: float
+    last_s: float
+
+
+Server = Callable[[Sequence[float], Sequence[Demand]], list[Answer]]
+"""Returns the answers to requests that arrive at these times, in the order of the requests."""
 
 
 class _Sequence:
     def __init__(self, arrival: float, demand: Demand) -> None:
         self.arrival, self.demand = arrival, demand
-        self.computed = self.answered = 0
-        self.first_s = 0.0
+        self.computed, self.answered = demand.cached_tokens, 0
+        self.first_s = self.last_s = 0.0
 
 
-def simulate(times: Sequence[float], demands: Sequence[Demand], seconds: StepSeconds) -> tuple[list[Latency], float]:
-    """Return the latencies of requests that arrive at `times`, and the time of the last token.
+def together(seconds: StepSeconds) -> Server:
+    """Return a server all of whose ranks compute prompts and answers, in steps that take `seconds`."""
+    return partial(_answers, seconds)
+
+
+def _answers(seconds: StepSeconds, times: Sequence[float], demands: Sequence[Demand]) -> list[Answer]:
+    """Return the answers of one engine to requests in order of arrival.
 
     Steps are those of lead/scheduler.py: a row of each sequence that decodes, then prompts in order of arrival, up to
     `PREFILL_CHUNK` rows; at most `MAX_RUNNING` sequences. The cache has room for all of them, and no prompts begin
-    alike. Media are encoded when their request is admitted, while no step runs.
+    alike. Nothing else runs while a request is admitted.
     """
-    waiting = deque(_Sequence(*each) for each in zip(times, demands, strict=True))
+    sequences = [_Sequence(*each) for each in zip(times, demands, strict=True)]
+    waiting = deque(sequences)
     running: list[_Sequence] = []
-    latencies: list[Latency] = []
     now = 0.0
     while waiting or running:
         if not running:
@@ -95,23 +118,21 @@ def simulate(times: Sequence[float], demands: Sequence[Demand], seconds: StepSec
         tokens = sum(sequence.computed + 1 for sequence in decoding)
         load = StepLoad(len(decoding), tokens, tokens, len(decoding), len(decoding), tokens)
         rows = PREFILL_CHUNK
-        done, encode_s = decoding, 0.0
+        done, admission_s = decoding, 0.0
         for sequence in [sequence for sequence in running if not sequence.answered]:
             load, rows, done = _prompt(sequence, load, rows, done)
         while rows and waiting and waiting[0].arrival <= now and len(running) < MAX_RUNNING:
             running.append(waiting.popleft())
-            encode_s += running[-1].demand.encode_s
+            admission_s += running[-1].demand.admission_s
             load, rows, done = _prompt(running[-1], load, rows, done)
-        now += seconds(load) + encode_s
+        now += seconds(load) + admission_s
         for sequence in done:
-            sequence.first_s = sequence.first_s or now
+            sequence.first_s, sequence.last_s = sequence.first_s or now, now
             sequence.computed += sequence.answered > 0
             sequence.answered += 1
             if sequence.answered == sequence.demand.new_tokens:
                 running.remove(sequence)
-                tpot_s = (now - sequence.first_s) / (sequence.answered - 1)
-                latencies.append(Latency(sequence.first_s - sequence.arrival, tpot_s))
-    return latencies, now
+    return [Answer(sequence.first_s, sequence.last_s) for sequence in sequences]
 
 
 def _prompt(
@@ -128,13 +149,62 @@ def _prompt(
     return load + StepLoad.prompt(before, count, last=last), rows - count, [*done, sequence] if last else done
 
 
-def predicted_goodput(demands: Sequence[Demand], limits: Limits, seconds: StepSeconds) -> list[Trial]:
-    """Return the trials of a search with these requests, over and over, and a server whose steps take `seconds`."""
+@dataclass(frozen=True)
+class Group:
+    """Ranks that hold the whole model together, one of two groups of a server.
+
+    step_s: seconds of a step. transfer_s: those in which the ranks copy the cache of so many tokens of a prompt into
+    the memory between the groups, or out of it.
+    """
+
+    step_s: StepSeconds
+    transfer_s: Callable[[int], float]
+
+
+def apart(prefill: Group, decode: Group, given: Callable[[int], int]) -> Server:
+    """Return a server whose `prefill` ranks compute prompts, of which `decode` ranks take the cache and go on.
+
+    given: returns how many tokens of a prompt of so many the prefill ranks compute. The others, and prompts of which
+    they compute none, are computed by the decode ranks. A group runs no step while it copies.
+    """
+
+    def answers(times: Sequence[float], demands: Sequence[Demand]) -> list[Answer]:
+        parts = [given(demand.prompt_tokens) for demand in demands]
+        moved = [index for index, part in enumerate(parts) if part]
+        prompts = [
+            Demand(parts[index], 1, demands[index].admission_s + prefill.transfer_s(parts[index])) for index in moved
+        ]
+        ready = dict(enumerate(times))
+        for index, prompt in zip(moved, _answers(prefill.step_s, [times[i] for i in moved], prompts), strict=True):
+            ready[index] = prompt.last_s
+        order = sorted(ready, key=ready.__getitem__)
+        rests = [
+            replace(demands[index], admission_s=decode.transfer_s(parts[index]), cached_tokens=parts[index])
+            for index in order
+        ]
+        found = _answers(decode.step_s, [ready[index] for index in order], rests)
+        return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda each: each[0])]
+
+    return answers
+
+
+def simulate(times: Sequence[float], demands: Sequence[Demand], server: Server) -> tuple[list[Latency], float]:
+    """Return the latencies of requests that arrive at `times`, and the time of the last token."""
+    answers = server(times, demands)
+    latencies = [
+        Latency(answer.first_s - arrival, (answer.last_s - answer.first_s) / (demand.new_tokens - 1))
+        for arrival, demand, answer in zip(times, demands, answers, strict=True)
+    ]
+    return latencies, max(answer.last_s for answer in answers)
+
+
+def predicted_goodput(demands: Sequence[Demand], limits: Limits, server: Server) -> list[Trial]:
+    """Return the trials of a search with these requests, over and over, and a server in theory."""
 
     def run(rate: float) -> Trial:
         taken = list(islice(cycle(demands), max(REQUESTS, ceil(rate * limits.trial_s))))
-        latencies, end = simulate(arrivals(rate, len(taken), 1), taken, seconds)
+        latencies, end = simulate(arrivals(rate, len(taken), 1), taken, server)
         return trial_of(rate, latencies, limits, sum(demand.new_tokens for demand in taken), end)
 
-    _, alone = simulate([0.0], demands[:1], seconds)
+    _, alone = simulate([0.0], demands[:1], server)
     return search(run, 1 / alone)

@@ -21,7 +21,7 @@ from ...errors import LaunchError
 from ...goodput.limits import Limits, limits_of
 from ...goodput.mix import PUBLISHED, Mix, RequestSize, mix_of
 from ...goodput.search import Trial, best, search
-from ...goodput.simulation import REQUESTS, Demand, predicted_goodput
+from ...goodput.simulation import REQUESTS, Demand, predicted_goodput, together
 from ...logs import say
 from ...options.arguments import real_number, whole_number
 from ...options.model import model_options
@@ -187,7 +187,7 @@ def least_trials(args: argparse.Namespace, card: ModelCard, mix: Mix, peaks: Pea
         return Demand(_prompt_tokens(args, size), size.new_tokens, seconds)
 
     demands = [demand(size) for size in mix.draw(REQUESTS, 0)]
-    return predicted_goodput(demands, args.slo, lambda load: peaks.limit_seconds(work.step(load)))
+    return predicted_goodput(demands, args.slo, together(lambda load: peaks.limit_seconds(work.step(load))))
 
 
 def table(trials: Sequence[Trial]) -> list[str]:

@@ -12,7 +12,7 @@ from ...errors import LaunchError
 from ...goodput.limits import Limits
 from ...goodput.mix import Mix
 from ...goodput.search import Trial
-from ...goodput.simulation import REQUESTS, Demand, StepLoad, predicted_goodput, simulate
+from ...goodput.simulation import REQUESTS, Demand, StepLoad, predicted_goodput, simulate, together
 from ...host.placement import RankPlacement
 from ...options.model import ModelOptions
 from .machine import Machine, shares_of
@@ -91,7 +91,7 @@ def predict_cases(
     cases = []
     for tokens in prompts:
         for batch in batches:
-            latencies, _ = simulate([0.0] * batch, [Demand(tokens, 2)] * batch, seconds)
+            latencies, _ = simulate([0.0] * batch, [Demand(tokens, 2)] * batch, together(seconds))
             context = tokens + (new_tokens + 1) / 2
             step_s = seconds(StepLoad.decode(batch, context))
             cases.append(CaseSpeed(tokens, batch, median(latency.ttft_s for latency in latencies), step_s))
@@ -104,4 +104,4 @@ def predict_goodput(seconds: Callable[[StepLoad], float], mix: Mix, limits: Limi
     if any(size.pictures or size.sounds for size in mix.sizes):
         raise LaunchError(f"--mix {mix.name}: expected requests of text for a prediction, found pictures or sounds")
     demands = [Demand(size.prompt_tokens, size.new_tokens) for size in mix.draw(REQUESTS, 0)]
-    return predicted_goodput(demands, limits, seconds)
+    return predicted_goodput(demands, limits, together(seconds))
