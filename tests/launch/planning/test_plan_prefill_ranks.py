@@ -11,6 +11,7 @@ from command import DEMO
 from tilerank.launch.bench.public import public_config
 from tilerank.launch.commands import plan as command
 from tilerank.launch.errors import LaunchError
+from tilerank.launch.planning.groups import PREFILL_AND_DECODE
 from tilerank.runtime.protocol.errors import EngineError
 
 
@@ -72,7 +73,7 @@ def test_replicas_of_two_groups(capsys: pytest.CaptureFixture[str]) -> None:
     planned(DEMO, *two, "--json")
     both = json.loads(capsys.readouterr().out)
     assert (alone["dp"], both["dp"]) == (1, 2)
-    assert both["names"] == [f"{role} of replica {number}" for number in (0, 1) for role in command.GROUPS]
+    assert both["names"] == [f"{role} of replica {number}" for number in (0, 1) for role in PREFILL_AND_DECODE]
     assert [plan["tp"] for plan in both["replicas"]] == [2, 1, 2, 1]
     weights = [[rank["weights"] for rank in plan["ranks"]] for plan in alone["replicas"]]
     assert [[rank["weights"] for rank in plan["ranks"]] for plan in both["replicas"]] == weights * 2

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tilerank.launch.bench.public import public_config
 from tilerank.launch.commands import doctor
 from tilerank.launch.commands import plan as command
 from tilerank.launch.errors import LaunchError
-from tilerank.launch.goodput.simulation import StepLoad
+from tilerank.launch.goodput.simulation import StepLoad, StepSeconds
 from tilerank.launch.host.placement import place
 from tilerank.launch.host.topology import read_topology
 from tilerank.launch.options.model import ModelOptions
@@ -33,12 +32,20 @@ from tilerank.launch.planning.prediction.machine import (
     shares_of,
     write_machine,
 )
-from tilerank.launch.planning.prediction.predict import predict_cases, predicted_step
+from tilerank.launch.planning.prediction.predict import (
+    PredictedServer,
+    given_tokens,
+    node_parts,
+    predict_cases,
+    predicted_server,
+)
 from tilerank.launch.planning.prediction.steps import products_of
-from tilerank.launch.planning.work import model_work
+from tilerank.launch.planning.work import cached_bytes, model_work
 from tilerank.loader.card import read_card
 from tilerank.loader.quantization_config import Quantization
 from tilerank.parallel.cost import Work
+from tilerank.parallel.sharding import Sharding
+from tilerank.runtime.rank.registry import build_model
 
 FULL = [(1.0, 1.0)]
 SHARES = Shares(
@@ -60,10 +67,14 @@ WEIGHTS = 2 * (6 * (QKV + REST) + HEAD) + NORMS
 CACHED = 6 * 2 * 2 * 64 * 2  # layers, K and V, heads, dims, bytes
 
 
-def step_of(machine: Machine, tp: int, options: ModelOptions | None = None) -> Callable[[StepLoad], float]:
+def server_of(machine: Machine, tp: int, prefill: int = 0) -> PredictedServer:
     topology = idle_machine(machine.nodes, 1 << 36, machine.cores)
     placement = place(topology, tp)
-    return predicted_step(read_card(DEMO), tp, options or ModelOptions(), machine, placement.ranks)
+    return predicted_server(read_card(DEMO), ModelOptions(), machine, node_parts(machine, placement.ranks), prefill)
+
+
+def step_of(machine: Machine, tp: int) -> StepSeconds:
+    return server_of(machine, tp).step_s
 
 
 def changed(machine: Machine, **fields: Any) -> Machine:
@@ -110,10 +121,38 @@ def test_ranks_that_share_the_cores_of_a_node_have_a_part_of_its_rate() -> None:
     assert halves == pytest.approx(2 * part * 1e-9 + 14 * 2e-6, rel=1e-6)
 
 
+def test_ranks_that_are_apart_copy_what_they_cache() -> None:
+    """Of 100 tokens, a prefill rank computes 96, whose bytes each rank copies once at 0.5 bytes in a nanosecond."""
+    machine = changed(READER, between_nodes=Exchange(2.0, 0.5))
+    [case] = predict_cases(server_of(machine, 2, prefill=1), [100], [1], new_tokens=1)
+    computed, rest, copies = WEIGHTS + 96 * CACHED, WEIGHTS + 100 * CACHED, 2 * 96 * CACHED / 0.5
+    assert case.first_s == pytest.approx((computed + copies + rest) * 1e-9, rel=1e-6)
+    assert case.step_s == pytest.approx((WEIGHTS + 101 * CACHED) * 1e-9, rel=1e-6)
+
+
+def test_what_prefill_ranks_compute_of_a_prompt() -> None:
+    """Full pages of 32 tokens before the last token; with states, full blocks of 64 before the last 8."""
+    assert [given_tokens(tokens, states=False) for tokens in (1, 32, 33, 64, 65)] == [0, 0, 32, 32, 64]
+    assert [given_tokens(tokens, states=True) for tokens in (1, 71, 72, 135, 136)] == [0, 0, 64, 64, 128]
+
+
+def test_caches_of_a_sequence_in_bytes(tmp_path: Path) -> None:
+    """Gemma-3-1B: 26 layers of one head of 256, of which 4 keep all tokens and 22 a window of 512."""
+    (tmp_path / "config.json").write_text(json.dumps(public_config("gemma-3-1b")))
+    nbytes = cached_bytes(build_model(read_card(tmp_path), Sharding(0, 1, torch.bfloat16, None)).cache_specs())
+    token = 2 * 256 * 2  # of a layer: K and V in bfloat16
+    assert (nbytes(100), nbytes(1000)) == (26 * 100 * token, (4 * 1000 + 22 * 512) * token)
+
+
+def test_ranks_that_are_not_bound_have_as_many_cores_as_threads() -> None:
+    placement = place(idle_machine(2, 1 << 36, 10), 2, "none")
+    assert node_parts(READER, placement.ranks) == [1, 1]
+
+
 def test_a_prompt_takes_the_time_of_its_operations() -> None:
     """Logits, and in the last layer all but keys and values, are of the last token alone."""
     machine = changed(READER, nodes=1, read_gbs=1e9, bf16_tflops=1e-3)
-    [case] = predict_cases(step_of(machine, 1), [1000], [1], new_tokens=1)
+    [case] = predict_cases(server_of(machine, 1), [1000], [1], new_tokens=1)
     pairs = 1000 * 1001 // 2
     products = 1000 * (6 * QKV + 5 * REST) + REST + HEAD
     attention = 8 * 64 * 4 * (5 * pairs + 1000)
@@ -141,7 +180,7 @@ def test_products_have_the_format_of_their_weights() -> None:
     work = model_work(read_card(DEMO), torch.bfloat16, Quantization("int4"))
     load = StepLoad.decode(2, 50)
     found: dict[str, Work] = {}
-    for name, part in products_of(work, load):
+    for name, part in products_of(work, load.rows, load.logits):
         found[name] = found.get(name, Work()) + part
     values = 6 * 256 * 2 * 64
     assert found.keys() == {"int4_a8", "int8"}
@@ -157,7 +196,7 @@ def test_products_of_experts_have_the_bytes_of_those_that_are_chosen(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     work = model_work(read_card(tmp_path), torch.bfloat16)
     assert [part.of_experts for part in work.body.products] == [False, True]
-    read = sum(part.nbytes for _, part in products_of(work, StepLoad.decode(4, 1)))
+    read = sum(part.nbytes for _, part in products_of(work, rows=4, logits=4))
     # Everything but norms, and of the 128 experts of a layer those that 4 tokens with 8 choices each choose.
     expert = 3 * 2048 * 768 * 2
     layer = 2048 * (32 + 2 * 4) * 128 * 2 + 32 * 128 * 2048 * 2 + 128 * 2048 * 2

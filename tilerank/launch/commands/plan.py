@@ -5,36 +5,42 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tilerank.loader.card import ModelCard
 from tilerank.runtime.protocol.sizes import HTTP_PROCESS_BYTES
 
 from ..errors import LaunchError
-from ..goodput.limits import limits_of
-from ..goodput.mix import mix_of
 from ..host.kept_rates import rung_texts
-from ..host.placement import Placement, auto_ranks, divide_placement
+from ..host.placement import Placement, auto_ranks
 from ..host.topology import Topology, read_topology
 from ..options import model
 from ..options.arguments import whole_number, whole_numbers
 from ..options.hub import add_model_argument
 from ..options.replicas import add_arguments as add_replica_arguments
+from ..planning.groups import PREFILL_AND_DECODE, RankGroup, plan_groups, prefill_and_decode
 from ..planning.other_machine import MAX_NODES, described_machine, idle_machine, without_cores
-from ..planning.plan import model_bytes, plan_model
+from ..planning.plan import model_bytes
 from ..planning.plan_text import as_json, render, render_groups, render_replicas, replicas_as_json
-from ..planning.plan_types import Plan, ReplicaPlans
+from ..planning.plan_types import ReplicaPlans
+from ..planning.prediction import arguments as prediction_arguments
+from ..planning.prediction.arguments import check_disaggregate, mix_and_limits
 from ..planning.prediction.machine import Machine, machine_names, read_machine, shares_of
-from ..planning.prediction.predict import Prediction, predict_cases, predict_goodput, predicted_step
+from ..planning.prediction.predict import (
+    node_parts,
+    predict_cases,
+    predict_goodput,
+    predicted_server,
+)
+from ..planning.prediction.rank_splits import compare_splits
+from ..planning.prediction.text import Prediction
 from ..planning.prediction.text import as_json as as_json_prediction
 from ..planning.prediction.text import render as render_prediction
-from ..planning.remedies import plan_with_remedy
 from ..planning.replicas import Division, divide
 from ..ranks import prefill_ranks
 from ..ranks.rendezvous import identify
 from ..ranks.start import own_placement, own_topology
 
-GROUPS = ("prefill ranks", "decode ranks")
 NEW_TOKENS = 32
 """Decode steps over whose contexts a predicted step is the mean, as `bench model` measures by default."""
 
@@ -60,10 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--node-memory", type=model.gib, metavar="GIB", help="memory of each of --nodes")
     prediction = parser.add_argument_group("prediction of speed")
-    prediction.add_argument(
-        "--machine",
-        metavar="NAME|FILE.yaml",
-        help="plan for the machine of a file, which `doctor --machine` writes, and predict the speed on it; names: "
+    prediction_arguments.add_arguments(
+        prediction,
+        "plan for the machine of a file, which `doctor --machine` writes, and predict the speed on it; names: "
         f"{', '.join(machine_names())}",
     )
     prediction.add_argument(
@@ -71,18 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prediction.add_argument(
         "--batch", type=whole_numbers(1), default=[1, 16], metavar="N,N", help="batch sizes (default: 1,16)"
-    )
-    prediction.add_argument(
-        "--slo",
-        type=limits_of,
-        metavar="ttft=2s,tpot=100ms",
-        help="predict the goodput that `bench serve --slo` finds",
-    )
-    prediction.add_argument(
-        "--mix",
-        metavar="NAME|FILE",
-        default="mlperf-llama-3.1-8b",
-        help="--slo: lengths of the requests (default: mlperf-llama-3.1-8b)",
     )
     model.add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -96,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 1 if the memory does not suffice, else 0."""
     from tilerank.runtime.rank.registry import read_supported_card
 
+    check_disaggregate(args)
     described = None if args.machine is None else read_machine(args.machine)
     other = _other_machine(args, described)
     machine, identity = other or read_topology(), identify(os.environ)
@@ -110,30 +104,26 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"--tp {division.tp}: expected a multiple of the {hosts} hosts of {args.machine}")
     if args.dp != 1:
         division = divide(topology, args.tp, args.dp, lambda: model_bytes(card, options))
-    groups = [_Group(division.tp, options)] * division.dp
-    if args.prefill_nodes is not None:
-        groups = _prefill_and_decode(args, card, division.tp, options) * division.dp
-    whole = own_placement(args, identity, machine, sum(group.tp // hosts for group in groups))
-
-    def planned(group: _Group, placement: Placement) -> Plan:
-        def planner(card: ModelCard, options: model.ModelOptions) -> Plan:
-            name, tp, here = str(args.model), group.tp, range(group.tp // hosts)
-            return plan_model(card, tp, options, model=name, topology=topology, placement=placement, here=here)
-
-        plan = plan_with_remedy(card, group.options, planner)
-        return plan if other is None else without_cores(plan)
-
-    parts = divide_placement(whole, [group.tp // hosts for group in groups])
-    plans = tuple(planned(group, part) for group, part in zip(groups, parts, strict=True))
+    prefill = _prefill_ranks(args, card, division.tp)
+    whole = own_placement(args, identity, machine, division.tp // hosts * division.dp)
+    speed = None
+    if described is not None:
+        speed = _prediction(args, described, card, options, topology, whole, prefill)
+        prefill = speed.prefill
+    groups = [RankGroup(division.tp, options, hosts)] * division.dp
+    if prefill:
+        groups = prefill_and_decode(division.tp, prefill, options) * division.dp
+    plans = plan_groups(card, groups, model=str(args.model), topology=topology, placement=whole, remedy=True)
+    if other is not None:
+        plans = tuple(map(without_cores, plans))
     rungs = rung_texts() if other is None else []
     if len(plans) == 1:
         report, page, refusal = as_json(plans[0]), render(plans[0]), plans[0].refusal()
     else:
-        replicas = ReplicaPlans(plans, division.reason, GROUPS if args.prefill_nodes else ())
+        replicas = ReplicaPlans(plans, division.reason, PREFILL_AND_DECODE if prefill else ())
         page = render_groups(replicas) if replicas.roles else render_replicas(replicas)
         report, refusal = replicas_as_json(replicas), replicas.refusal()
-    if described is not None:
-        speed = _prediction(args, described, card, options, division.tp, whole)
+    if speed is not None:
         report, page = report | {"prediction": as_json_prediction(speed)}, f"{page}\n\n{render_prediction(speed)}"
     if args.json:
         print(json.dumps(report | {"rungs": rungs}))
@@ -142,26 +132,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if refusal is None else 1
 
 
-@dataclass(frozen=True)
-class _Group:
-    """`tp` ranks that hold the whole model together."""
-
-    tp: int
-    options: model.ModelOptions
-
-
-def _prefill_and_decode(
-    args: argparse.Namespace, card: ModelCard, tp: int, options: model.ModelOptions
-) -> list[_Group]:
-    """Return the two groups of a replica with --prefill-nodes, of `tp` ranks together. Raises LaunchError, and
-    EngineError for a model that has none."""
+def _prefill_ranks(args: argparse.Namespace, card: ModelCard, tp: int) -> int:
+    """Return the number of --prefill-nodes, 0 without it. Raises LaunchError, and EngineError for a model that has no
+    prefill ranks."""
     from tilerank.runtime.rank.whole_pages import check_generates
 
-    if args.machine is not None:
-        raise LaunchError("--machine predicts the speed of one group of ranks: expected no --prefill-nodes with it")
-    prefill, decode = prefill_ranks.group_sizes(args, tp)
+    if args.prefill_nodes is None:
+        return 0
+    prefill = prefill_ranks.group_sizes(args, tp)[0]
     check_generates("--prefill-nodes", args.model, card)
-    return [_Group(prefill, replace(options, gives_pages=True)), _Group(decode, options)]
+    return prefill
 
 
 def _other_machine(args: argparse.Namespace, described: Machine | None) -> Topology | None:
@@ -185,13 +165,18 @@ def _prediction(
     machine: Machine,
     card: ModelCard,
     options: model.ModelOptions,
-    tp: int,
+    topology: Topology,
     placement: Placement,
+    prefill: int,
 ) -> Prediction:
-    seconds = predicted_step(card, tp, options, machine, placement.ranks)
-    cases = predict_cases(seconds, args.prompt_tokens, args.batch, NEW_TOKENS)
-    source = shares_of(machine).source
-    if args.slo is None:
-        return Prediction(machine, source, cases)
-    mix = mix_of(args.mix)
-    return Prediction(machine, source, cases, mix, args.slo, predict_goodput(seconds, mix, args.slo))
+    """Return the speed with so many prefill ranks, or with those that --disaggregate chooses."""
+    choice = goodput = None
+    if args.disaggregate is not None:
+        mix, limits = mix_and_limits(args)
+        choice = compare_splits(card, options, machine, topology, placement, args.model, mix, limits)
+        prefill, goodput = choice.chosen.prefill, choice.chosen.goodput
+    server = predicted_server(card, options, machine, node_parts(machine, placement.ranks), prefill)
+    cases = predict_cases(server, args.prompt_tokens, args.batch, NEW_TOKENS)
+    if choice is None and args.slo is not None:
+        goodput = predict_goodput(server, *mix_and_limits(args))
+    return Prediction(machine, shares_of(machine).source, cases, prefill, goodput, choice)

@@ -30,7 +30,7 @@ from ..options.arguments import whole_number
 from ..processes.process import ProcessSpec
 from ..processes.status import StatusPipe
 from ..processes.supervisor import END_S, WatchedConditions, supervise
-from ..ranks import bootstrap, prefill_ranks, ranks_table, start
+from ..ranks import bootstrap, disaggregation, prefill_ranks, ranks_table, start
 from ..ranks.rank import run_rank
 from ..ranks.rendezvous import given_secret, identify
 from ..ranks.start import HostRanks
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http_options.add_arguments(parser)
     engine.add_arguments(parser)
     prefill_ranks.add_arguments(parser)
+    disaggregation.add_arguments(parser)
     other_servers.add_arguments(parser, other_servers.ANSWERS)
     parser.add_argument_group("restarts").add_argument(
         "--max-restarts",
@@ -87,9 +88,13 @@ def run(args: argparse.Namespace) -> int:
     if not ours:
         engine.refuse_replicas(args, identity)
         prefill_ranks.refuse_prefill_ranks(args, identity)
+        disaggregation.refuse_disaggregate(args, identity)
         return run_rank(identity, args, job)
     for note in other_servers.notes(args):
         say(note)
+    disaggregation.check_arguments(args)
+    if args.disaggregate is not None:
+        disaggregation.choose_prefill_ranks(args, identity)
     if args.prefill_nodes is None:
         replicas = engine.own_replicas(args, identity, job.model_bytes)
     elif args.nnodes > 1:

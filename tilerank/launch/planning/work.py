@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from tilerank.loader.card import ModelCard
     from tilerank.loader.quantization_config import ActivationBits, Quantization
+    from tilerank.runtime.step.cache import CacheSpec
     from tilerank.runtime.step.model import Model
 
 
@@ -109,6 +111,16 @@ def work_of(model: Model) -> ModelWork:
         windowed=bytes_per_window_token(specs),
         window=window_of(specs),
     )
+
+
+def cached_bytes(specs: Sequence[CacheSpec]) -> Callable[[int], int]:
+    """Return a function from the tokens of a sequence to the bytes that the caches of a rank have of them, without
+    sources."""
+    from tilerank.runtime.step.cache import bytes_per_state, bytes_per_token, bytes_per_window_token, window_of
+
+    of_token, windowed, state = bytes_per_token(specs), bytes_per_window_token(specs), bytes_per_state(specs)
+    window = window_of(specs)
+    return lambda tokens: of_token * tokens + windowed * min(tokens, window) + state
 
 
 def predictor_cost(

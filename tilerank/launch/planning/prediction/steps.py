@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache as cached
 
 from tilerank.parallel.cost import Cost, Work
 from tilerank.runtime.protocol.sizes import PREFILL_CHUNK
 
 from ...errors import LaunchError
-from ...goodput.simulation import StepLoad
+from ...goodput.simulation import StepLoad, StepSeconds
 from ..work import ModelWork
 from .machine import Exchange, Machine, Shares, balance_of, share_at
 
@@ -56,10 +57,15 @@ def rank_rates(machine: Machine, shares: Shares, nodes: float) -> RankRates:
 
 @dataclass(frozen=True)
 class RankModel:
-    """What a rank computes, and on what. work: its part of the model. layers, hidden, vocabulary: of the model."""
+    """What a rank computes, and on what.
+
+    work: its part of the model. rates: of its cores. cached_bytes: what its caches have of a sequence of so many
+    tokens. layers, hidden, vocabulary: of the model.
+    """
 
     work: ModelWork
     rates: RankRates
+    cached_bytes: Callable[[int], int]
     layers: int
     hidden: int
     vocabulary: int
@@ -83,9 +89,7 @@ class SumOfRanks:
         return (1 + of_layers + 1) * self.exchange.latency_us * 1e-6 + nbytes / (self.exchange.gbs * 1e9)
 
 
-def step_seconds(
-    ranks: Sequence[RankModel], shares: Shares, cache: str, sums: SumOfRanks | None
-) -> Callable[[StepLoad], float]:
+def step_seconds(ranks: Sequence[RankModel], shares: Shares, cache: str, sums: SumOfRanks | None) -> StepSeconds:
     """Return a function from a step to its seconds: those of the slowest rank, and what they do together.
 
     cache: the dtype of keys and values. sums: None for one rank.
@@ -95,36 +99,56 @@ def step_seconds(
 
     # A simulation has many steps, so ranks that are the slowest of none of these are left out.
     loads = StepLoad.decode(1, 1), StepLoad.decode(64, 4096), StepLoad.prompt(0, PREFILL_CHUNK, last=True)
-    slowest = {max(ranks, key=lambda rank: _rank_seconds(rank, shares, cache, load)) for load in loads}
+    steps = [_rank_step(rank, shares, cache) for rank in ranks]
+    slowest = {max(steps, key=lambda step: step(load)) for load in loads}
 
     def seconds(load: StepLoad) -> float:
         outside = shares.step_us * 1e-6 + load.sequences * shares.sequence_us * 1e-6
         exchanged = 0.0 if sums is None else sums.seconds(load, ranks[0])
-        return max(_rank_seconds(rank, shares, cache, load) for rank in slowest) + exchanged + outside
+        return max(step(load) for step in slowest) + exchanged + outside
 
     return seconds
 
 
-def _rank_seconds(rank: RankModel, shares: Shares, cache: str, load: StepLoad) -> float:
-    products = list(products_of(rank.work, load))
-    rest = rank.work.step(load)
-    for _, work in products:
-        rest += work * -1
-    state = _STATES_IN_PLACE * rank.work.state * load.sequences
-    rest = replace(rest, nbytes=max(rest.nbytes - state, 0.0), updated=float(state))
-    seconds = sum(_kernel_seconds(_points(shares, format), work, rank.rates) for format, work in products)
-    seconds += _kernel_seconds(shares.attention[cache], rest, rank.rates)
-    elementwise = rank.work.body.elementwise * load.rows + rank.work.end.elementwise * load.logits
-    seconds += elementwise / rank.rates.elementwise
-    logits = 2 * load.logits * rank.vocabulary * _LOGIT_BYTES / rank.rates.update  # written, and read for a token
-    return seconds + logits + rank.layers * shares.layer_us * 1e-6
+def transfer_seconds(ranks: Sequence[RankModel], exchange: Exchange) -> Callable[[int], float]:
+    """Return a function from tokens of a prompt to the seconds in which the ranks copy what they cache of them, each
+    its own part at the rate between nodes."""
+
+    def seconds(tokens: int) -> float:
+        return max(rank.cached_bytes(tokens) for rank in ranks) / (exchange.gbs * 1e9)
+
+    return seconds
 
 
-def products_of(work: ModelWork, load: StepLoad) -> Iterator[tuple[str, Work]]:
-    """Yield the products of a step by the format of their weights. The rest of `work.step(load)` is attention, with the
-    rules of delta nets, and norms."""
-    for cost, rows in ((work.body, load.rows), (work.end, load.logits)):
-        yield from _products(cost, rows)
+def _rank_step(rank: RankModel, shares: Shares, cache: str) -> StepSeconds:
+    """Return a function from a step to the seconds of the kernels of a rank."""
+
+    @cached  # a simulation has many steps of the same rows, with other contexts
+    def of_rows(rows: int, logits: int) -> tuple[float, Work]:
+        """Return the seconds of all kernels but attention, and the work of the products among them."""
+        seconds, total = rank.layers * shares.layer_us * 1e-6, Work()
+        for format, work in products_of(rank.work, rows, logits):
+            seconds += _kernel_seconds(_points(shares, format), work, rank.rates)
+            total += work
+        elementwise = rank.work.body.elementwise * rows + rank.work.end.elementwise * logits
+        of_logits = 2 * logits * rank.vocabulary * _LOGIT_BYTES / rank.rates.update  # written, and read for a token
+        return seconds + elementwise / rank.rates.elementwise + of_logits, total
+
+    def seconds(load: StepLoad) -> float:
+        before, products = of_rows(load.rows, load.logits)
+        rest = rank.work.step(load) + products * -1
+        state = _STATES_IN_PLACE * rank.work.state * load.sequences
+        rest = replace(rest, nbytes=max(rest.nbytes - state, 0.0), updated=float(state))
+        return before + _kernel_seconds(shares.attention[cache], rest, rank.rates)
+
+    return seconds
+
+
+def products_of(work: ModelWork, rows: int, logits: int) -> Iterator[tuple[str, Work]]:
+    """Yield the products of a step with so many rows, and rows with logits, by the format of their weights. The rest of
+    `work.step` is attention, with the rules of delta nets, and norms."""
+    yield from _products(work.body, rows)
+    yield from _products(work.end, logits)
 
 
 def _products(cost: Cost, rows: int) -> Iterator[tuple[str, Work]]:
