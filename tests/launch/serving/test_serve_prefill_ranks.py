@@ -51,6 +51,7 @@ def complete_all(server: Server, *texts: str) -> list[str]:
 
 def test_answers_and_faults_of_either_group() -> None:
     with serving("--tp", 2, "--prefill-nodes", 1, "--dp", 2) as server:
+        await_true(lambda: all_connected(server), 60, "it is not connected")
         assert complete_all(server, *TEXTS) == [greedy(text, 8) for text in TEXTS]
         # The scores of a prompt are computed where its answer is, so that no page of prefill ranks is used.
         sampled: dict[str, Any] = {"temperature": 1.0, "seed": 7, "n": 2}

@@ -77,16 +77,23 @@ def test_answers_and_faults_of_either_host(second_host: str) -> None:
     def start() -> Run:
         return Run(*arguments, launcher=("ip", "netns", "exec", second_host), env=env)
 
+    def await_both() -> None:
+        """Wait until the HTTP process is connected to both groups: without prefill ranks, no page is taken."""
+        connected = "tilerank_rank_info{"
+        await_true(lambda: server.get("/metrics").text.count(connected) == 2, PATIENCE_S, "a group is not connected")
+
     def is_healthy() -> bool:
         return server.get("/health").status_code == 200
 
     with start() as second, serving(*options, "--node-rank", 0, "--cores", cores[0], env=env) as server:
+        await_both()
         assert [complete(server, text) for text in TEXTS] == [greedy(text, 8) for text in TEXTS]
         await_true(lambda: server.gauge("transfer_pages_taken_total") > 2, 60, "pages are not counted")
         assert server.gauge("transfer_prompts_missed_total") == 0
 
         os.kill(http_process(server), signal.SIGKILL)
         server.running.await_line("the HTTP process is ready again")
+        await_both()
         assert complete(server, "Now " + TEXTS[0]) == greedy("Now " + TEXTS[0], 8)
         await_true(lambda: server.gauge("transfer_pages_taken_total") > 0, 60, "no page is taken")
 
