@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -52,19 +52,25 @@ def run(talk: Talk) -> None:
     """Let a test talk as the prefill ranks and as the decode ranks of a client."""
 
     async def all_of_it() -> None:
-        client, pairs = EngineClient(in_pairs=True), [socket.socketpair() for _ in range(2)]
-        attached = [asyncio.create_task(client.attach(i, pair[0])) for i, pair in enumerate(pairs)]
-        for pair in pairs:
-            pair[1].setblocking(False)
-        engines = [ScriptedEngine(pair[1]) for pair in pairs]
-        while client.state is None or client.state.cache_tokens < 512:
-            await asyncio.sleep(0.001)
-        await talk(client, engines[0], engines[1])
-        for engine in engines:
-            engine.close()
-        await asyncio.gather(*attached)
+        async with connected(2) as (client, [prefill, decode], _):
+            await talk(client, prefill, decode)
 
     asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+
+@asynccontextmanager
+async def connected(count: int) -> AsyncIterator[tuple[EngineClient, list[ScriptedEngine], list[asyncio.Task[None]]]]:
+    """Yield a client, its engines, and a task for each engine that ends when the client has noticed its end."""
+    client, pairs = EngineClient(in_pairs=True), [socket.socketpair() for _ in range(count)]
+    attached = [asyncio.create_task(client.attach(i, pair[0])) for i, pair in enumerate(pairs)]
+    for pair in pairs:
+        pair[1].setblocking(False)
+    engines = [ScriptedEngine(pair[1]) for pair in pairs]
+    await client.all_ready.wait()
+    yield client, engines, attached
+    for engine in engines:
+        engine.close()
+    await asyncio.gather(*attached)
 
 
 async def tokens_of(client: EngineClient, prompt: Prompt = LONG, params: SamplingParams = PARAMS) -> list[Any]:
@@ -206,13 +212,7 @@ def test_the_prompt_is_computed_in_the_replica_of_its_answer() -> None:
     """Of two replicas, each with prefill ranks. One that has lost these computes prompts itself, and does not use those
     of the other."""
 
-    async def talk() -> None:
-        client, pairs = EngineClient(in_pairs=True), [socket.socketpair() for _ in range(4)]
-        attached = [asyncio.create_task(client.attach(i, pair[0])) for i, pair in enumerate(pairs)]
-        for pair in pairs:
-            pair[1].setblocking(False)
-        engines = [ScriptedEngine(pair[1]) for pair in pairs]
-        await client.all_ready.wait()
+    async def talk(client: EngineClient, engines: list[ScriptedEngine], attached: list[asyncio.Task[None]]) -> None:
         answers = [asyncio.create_task(tokens_of(client, Prompt([number] * 100))) for number in range(2)]
         for number, (prefill, decode) in enumerate([engines[:2], engines[2:]]):
             submit = await prefill.receive()
@@ -231,8 +231,9 @@ def test_the_prompt_is_computed_in_the_replica_of_its_answer() -> None:
         assert (await engines[2].receive()).prompt.token_ids == [1] * 99
         for answer in answers:
             answer.cancel()
-        for engine in engines[1:]:
-            engine.close()
-        await asyncio.gather(*attached)
 
-    asyncio.run(asyncio.wait_for(talk(), 60))
+    async def all_of_it() -> None:
+        async with connected(4) as replicas:
+            await talk(*replicas)
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
