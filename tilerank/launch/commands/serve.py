@@ -122,7 +122,7 @@ def _supervise(args: argparse.Namespace, job: ServeJob, replicas: Sequence[HostR
     placed = [rank for ranks in replicas for rank in ranks.placement.ranks]
     with job.address.listening(), job.listener as listener, _front(args, replicas) as front:
         return ServerSupervisor(
-            lambda control: [_http_process(args, os.dup(listener.fileno()), control, placed, front)],
+            lambda control: [_http_process(args, os.dup(listener.fileno()), control, placed, front())],
             {ranks.name or "the group of ranks": partial(_leading, ranks) for ranks in replicas},
             _watch(args),
             max_restarts=max_restarts,
@@ -136,7 +136,7 @@ def _front(args: argparse.Namespace, replicas: Sequence[HostRanks]) -> Iterator[
     """Listen for the decode ranks of another host, if they are there. Yields a function that returns descriptors for
     the HTTP process (host_links.py)."""
     if args.nnodes == 1 or args.prefill_nodes is None:
-        yield tuple
+        yield lambda: ()
         return
     with bootstrap.listen(args.master_addr, args.master_port, one_host=False) as listener:
         say(f"tilerank: the decode ranks of --node-rank 1 are awaited at {args.master_addr}:{args.master_port}")
@@ -236,11 +236,10 @@ def _http_process(
     listener: int,
     control: int,
     ranks: Sequence[RankPlacement],
-    front: Callable[[], Sequence[int]] = tuple,
+    front: Sequence[int] = (),
 ) -> ProcessSpec:
+    """Return the HTTP process beside these ranks. front: descriptors for decode ranks of another host."""
     cpus = cpus_beside(start.own_topology(args, identify(os.environ), read_topology()), ranks)
-
-    fds = front()
 
     def settle() -> None:
         os.sched_setaffinity(0, cpus)
@@ -249,8 +248,8 @@ def _http_process(
     return ProcessSpec(
         "the HTTP process",
         [sys.executable, "-P", "-m", "tilerank", *args.argv],
-        os.environ | {HTTP_FDS: f"{listener},{control}"} | ({FRONT_FDS: ",".join(map(str, fds))} if fds else {}),
-        pass_fds=(listener, control, *fds),
+        os.environ | {HTTP_FDS: f"{listener},{control}"} | ({FRONT_FDS: ",".join(map(str, front))} if front else {}),
+        pass_fds=(listener, control, *front),
         prepare=settle,
     )
 

@@ -64,7 +64,7 @@ class Front:
             while True:
                 try:
                     peers = handshakes.completed(WAIT_S)
-                except OSError as e:  # too many open files
+                except OSError as e:  # such as too many open files: the server goes on, and the second host tries again
                     log.warning("the second host cannot be connected: %s", e.strerror)
                     time.sleep(RETRY_S)
                     continue
