@@ -152,6 +152,12 @@ def test_options_that_do_not_go_with_it(options: tuple[object, ...], expected: s
         planned("--tp", 2, "--disaggregate", "auto", *options)
 
 
+@pytest.mark.parametrize(("option", "value"), [("--slo", "ttft=1s,tpot=1s"), ("--mix", "mlperf-llama-3.1-8b")])
+def test_goodput_is_predicted_for_a_machine_alone(option: str, value: str) -> None:
+    with pytest.raises(LaunchError, match=f"{option}: expected --machine with it, found none"):
+        planned(option, value)
+
+
 def test_prefill_ranks_on_several_hosts_are_not_predicted(tmp_path: Path) -> None:
     hosts = msgspec.structs.replace(MACHINE, hosts=2, between_hosts=Exchange(1.0, 1.0))
     write_machine(tmp_path / "machine.yaml", hosts)

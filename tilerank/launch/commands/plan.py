@@ -24,7 +24,7 @@ from ..planning.plan import model_bytes
 from ..planning.plan_text import as_json, render, render_groups, render_replicas, replicas_as_json
 from ..planning.plan_types import ReplicaPlans
 from ..planning.prediction import arguments as prediction_arguments
-from ..planning.prediction.arguments import check_disaggregate, mix_and_limits
+from ..planning.prediction.arguments import check_disaggregate, mix_and_limits, refuse_without
 from ..planning.prediction.machine import Machine, machine_names, read_machine, shares_of
 from ..planning.prediction.predict import (
     node_parts,
@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     from tilerank.runtime.rank.registry import read_supported_card
 
     check_disaggregate(args)
+    if args.machine is None:
+        refuse_without(args, "--machine", "slo", "mix")
     described = None if args.machine is None else read_machine(args.machine)
     other = _other_machine(args, described)
     machine, identity = other or read_topology(), identify(os.environ)

@@ -29,8 +29,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise LaunchError for an option that does not go with --disaggregate, and for one that only it uses."""
     arguments.check_disaggregate(args)
     if args.disaggregate is None:
-        if given := [name for name in ("machine", "slo", "mix") if getattr(args, name) is not None]:
-            raise LaunchError(f"--{given[0]}: expected --disaggregate auto with it, found none")
+        arguments.refuse_without(args, "--disaggregate auto", "machine", "slo", "mix")
     elif args.nnodes > 1:
         raise LaunchError(f"--disaggregate auto is for ranks of one host, found --nnodes {args.nnodes}")
 

@@ -53,6 +53,13 @@ def check_disaggregate(args: argparse.Namespace) -> None:
         )
 
 
+def refuse_without(args: argparse.Namespace, needed: str, *names: str) -> None:
+    """Raise LaunchError if one of these options is given. needed: the option that they need, which is not given."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise LaunchError(f"--{name}: expected {needed} with it, found none")
+
+
 def mix_and_limits(args: argparse.Namespace) -> tuple[Mix, Limits]:
     """Return those that the options name, or the default ones. Raises LaunchError."""
     return mix_of(args.mix or _MIX), args.slo or limits_of(_LIMITS)
