@@ -55,7 +55,7 @@ RECORD = "On the {} of May, {} books about {} were brought to room {}."
 FEWEST_LETTERS, MOST_LETTERS = 200, 1600
 """Of a text or a piece of code."""
 MOST_OF_A_MODULE = 4
-"""Texts, and pieces of code."""
+"""The most texts, and the most pieces of code, that are taken from one module."""
 DEFINITIONS = ast.FunctionDef | ast.ClassDef
 
 
